@@ -1,0 +1,75 @@
+// Number types, what they accumulate in, and how a launcher goes from a tensor's dtype to a type.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/device.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+using half = __half;
+using bfloat16 = __nv_bfloat16;
+#else
+#include "common/simt/half.h"
+using half = simt::Half;
+using bfloat16 = simt::BFloat16;
+#endif
+
+enum class DType { float64, float32, float16, bfloat16 };
+
+inline const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return "float64";
+    case DType::float32: return "float32";
+    case DType::float16: return "float16";
+    case DType::bfloat16: return "bfloat16";
+  }
+  return "unknown";
+}
+
+inline int size_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
+
+template <typename T>
+struct Traits;
+template <>
+struct Traits<double> {
+  static constexpr DType dtype = DType::float64;
+  using Accumulator = double;
+};
+template <>
+struct Traits<float> {
+  static constexpr DType dtype = DType::float32;
+  using Accumulator = float;
+};
+template <>
+struct Traits<half> {
+  static constexpr DType dtype = DType::float16;
+  using Accumulator = float;
+};
+template <>
+struct Traits<bfloat16> {
+  static constexpr DType dtype = DType::bfloat16;
+  using Accumulator = float;
+};
+
+template <typename T>
+constexpr DType dtype_of = Traits<T>::dtype;
+
+// Sums are kept wider than 16 bits: float for half, bfloat16 and float, double for double.
+template <typename T>
+using Accumulator = typename Traits<T>::Accumulator;
+
+// dispatch_floating(dtype, [&]<typename T>() { ... }) calls the body with the dtype's type.
+template <typename Body>
+void dispatch_floating(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::float64: return body.template operator()<double>();
+    case DType::float32: return body.template operator()<float>();
+    case DType::float16: return body.template operator()<half>();
+    case DType::bfloat16: return body.template operator()<bfloat16>();
+  }
+  throw std::invalid_argument("unknown dtype");
+}

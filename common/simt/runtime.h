@@ -1,0 +1,156 @@
+// The CPU device, inside: what runtime.cpp (fibers, scheduling, launches) and xray.cpp (counts, faults) share.
+#pragma once
+
+#include <sys/types.h>
+#include <time.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/simt/simt.h"
+
+namespace simt {
+
+// Deadlock, divergent barrier, a crash inside a kernel. {pc:0x..} in its text is an offset in the module's file.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The launch was given up because the caller's interrupt arrived (Ctrl-C); the interrupt itself is the caller's.
+struct Interrupted : std::runtime_error {
+  Interrupted() : std::runtime_error("interrupted") {}
+};
+
+enum class Order { forward, reverse, random };
+
+struct Config {
+  Order order = Order::forward;
+  uint64_t seed = 0;
+  int workers = 0;        // OS threads for the blocks of a launch, 0: one a core
+  double timeout = 10.0;  // seconds a thread may run without ever letting another one run
+};
+extern Config config;
+int worker_limit();
+
+// Called now and then from the launching thread; true: give up.
+extern bool (*interrupted)();
+
+constexpr int MAX_THREADS = 1024, MAX_WARPS = 32;
+constexpr size_t MAX_SHARED = 227 * 1024;  // what a block of an H100 can have
+constexpr size_t SIGNAL_STACK = 64 * 1024;
+
+struct Launch {
+  const char* kernel;
+  dim3 grid, block;
+  size_t dynamic_shared;
+  void (*run)(void*);  // runs the kernel for the current thread
+  void* arguments;
+  const void* entry;  // the kernel's address, to find its shared variables
+  uint64_t blocks;
+};
+void launch(const Launch& launch);
+bool register_kernel(const void* entry);  // as the module loads: which functions are kernels
+
+// A `__shared__` variable: a thread-local symbol of the module that belongs to a function.
+struct SharedVariable {
+  std::string name, kernel;  // kernel: mangled name of the function it stands in
+  size_t offset, size;       // in the module's thread-local segment
+  bool owned;                // by the kernel of the present launch, or by a device function that it may call
+};
+struct Module {
+  uintptr_t base = 0, low = 0, high = 0;  // load address, extent of its segments
+  size_t tls_index = 0, tls_size = 0;
+  std::vector<SharedVariable> shared;
+};
+const Module& module();
+const std::vector<SharedVariable>& shared_variables_of(const void* entry);  // with owned set
+
+enum class Wait : uint8_t { nothing, barrier, warp, spin, done };
+
+struct Thread {
+  void* sp = nullptr;  // where it left off; null: not begun
+  Wait wait = Wait::nothing;
+  unsigned mask = 0;
+  WarpOperation operation = nullptr;
+  void* argument = nullptr;
+  const char* what = nullptr;
+  const char* file = nullptr;
+  int line = 0;
+  const void* caller = nullptr;  // of a loop's atomic
+};
+
+struct Warp {
+  unsigned runnable = 0, alive = 0, meeting = 0, spinning = 0, paused = 0;
+};
+
+struct XrayWorker;
+
+struct Worker {
+  Thread threads[MAX_THREADS + 1];
+  Warp warps[MAX_WARPS];
+  unsigned runnable_warps = 0, meeting_warps = 0, spinning_warps = 0;
+  int thread_count = 0, warp_count = 0, alive = 0, at_barrier = 0;
+  int warp = 0, lane = 0;  // who runs
+  int barrier_predicates = 0, barrier_result = 0, barrier_threads = 0, barrier_line = 0;
+  const char* barrier_file = nullptr;
+  Thread* barrier_first = nullptr;
+  bool in_order = true;  // forward
+
+  const Launch* launch = nullptr;
+  uint64_t block = 0;  // linear index
+  uint3 block_index{};
+  uint64_t random = 0;
+
+  char* slab = nullptr;  // the stacks
+  int stacks_made = 0;
+  std::vector<int> free_stacks;
+  void* main_sp = nullptr;
+
+  char* dynamic_shared = nullptr;
+  char* tls = nullptr;  // the module's thread-local segment on this OS thread
+  const std::vector<SharedVariable>* shared = nullptr;
+
+  uint64_t switches = 0, watched = 0;  // progress, and what the watchdog saw of it
+  std::atomic<bool> busy{false};       // inside the device's own code: the watchdog waits
+  uint64_t spins = 0, spins_watched = 0;
+  std::chrono::steady_clock::time_point spins_since;
+  timer_t timer{};
+  pid_t timer_thread = 0;
+  int crash_signal = -1;  // 0: the watchdog
+  uintptr_t crash_address = 0, crash_pc = 0;
+  std::unique_ptr<char[]> signal_stack;
+  std::string fault;
+  uint64_t barriers = 0, warp_syncs = 0;
+
+  XrayWorker* xray = nullptr;  // set while a recording is on
+
+  Thread& current() { return threads[warp * 32 + lane]; }
+  uint3 thread_index(int thread) const;
+};
+
+bool on_fiber(uintptr_t address);
+std::string describe(uint3 index);
+
+// Lets the next thread run; returns when the caller runs again.
+void yield(Worker& worker);
+
+// ---- what the runtime asks of the x-ray ---------------------------------------------------------------------------
+void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& shared);
+void xray_end_launch();
+XrayWorker* xray_attach(Worker& worker);  // null when no recording is on
+void xray_detach(Worker& worker);
+void xray_begin_block(Worker& worker);
+void xray_end_block(Worker& worker);
+void xray_begin_thread(Worker& worker, Here& here, int lane);
+void xray_flush_warp(Worker& worker);  // the warp has no lane left that can run: count what its lanes logged
+void xray_barrier(Worker& worker);
+void xray_sync_warp(Worker& worker, int warp, unsigned mask);
+std::string xray_place(const void* address);  // "in tensor 2, 8 bytes past its end", for a crash
+
+}  // namespace simt

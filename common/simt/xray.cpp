@@ -1,0 +1,914 @@
+// The x-ray: what a kernel's accesses cost and where they are wrong, counted, never timed.
+//
+// A kernel compiled with -fsanitize=thread calls __tsan_read4(address) and its kin before every access; they are
+// defined at the end of this file (libtsan is not linked). Each lane of a warp logs its accesses. When all lanes wait
+// or their logs are full, the logs are laid side by side: the n-th access of the same instruction by the lanes is one
+// request, as it is on a GPU whose lanes run together. A request is counted (sectors, wavefronts) and each of its
+// accesses is checked against a shadow of the memory that tells who wrote and read it last.
+#include "common/simt/xray.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <unordered_map>
+
+namespace simt {
+namespace {
+
+constexpr int LOG_ROWS =
+    64;  // accesses a lane may log before the others catch up; 32 lanes' logs fit a first-level cache
+
+// A log entry's key: where in the module, what, how wide. The place is 26 bits, modules are far below 64 MiB.
+constexpr uint32_t make_key(uint32_t place, Op op, int log_size) {
+  return place << 6 | uint32_t(op) << 4 | uint32_t(log_size);
+}
+Op op_of(uint32_t key) { return Op(key >> 4 & 3); }
+int size_of(uint32_t key) { return 1 << (key & 15); }
+uint64_t pc_of(uint32_t key) { return key >> 6; }
+
+// ---- the shadow ---------------------------------------------------------------------------------------------------
+// When a thread did something, inside its block: barriers passed, warp, warp barriers passed by the lane.
+uint64_t make_moment(uint64_t epoch, int warp, uint32_t time) { return epoch << 36 | uint64_t(warp) << 31 | time; }
+uint64_t epoch_of(uint64_t moment) { return moment >> 36; }
+int warp_of(uint64_t moment) { return int(moment >> 31 & 31); }
+uint32_t time_of(uint64_t moment) { return uint32_t(moment & 0x7fffffff); }
+
+constexpr uint64_t NOBODY = 0, MANY = ~uint64_t(0);
+
+struct Cell {
+  uint64_t write_block = NOBODY, read_block = NOBODY;  // linear index + 1
+  uint64_t write_moment = 0, read_moment = 0;
+  uint32_t write_key = 0, read_key = 0;
+  uint32_t read_lanes = 0;  // 0 while read_block is set: lanes of several warps
+  uint16_t write_lane = 0;
+  bool write_atomic = false;
+};
+
+// A stretch of memory that a kernel may touch: a tensor, a shared variable, or the module's own constants (ignored).
+struct Target {
+  uintptr_t low = 0, high = 0;
+  enum Kind : uint8_t { tensor, shared, ignored } kind = ignored;
+  Role role = Role::inout;
+  int index = -1;  // of the tensor, or of the shared variable
+  std::vector<Cell> cells;
+  int shift = 2;           // log2 of the bytes a cell stands for
+  std::vector<bool> gaps;  // of a view with holes: which elements are not its own
+  int itemsize = 1;
+  std::atomic_flag lock = ATOMIC_FLAG_INIT;
+
+  void refine(int to) {  // smaller accesses appear: what a cell says is true of each of its parts
+    std::vector<Cell> finer(cells.size() << (shift - to));
+    for (size_t i = 0; i < finer.size(); ++i) finer[i] = cells[i >> (shift - to)];
+    cells = std::move(finer);
+    shift = to;
+  }
+};
+
+struct Tensor {
+  char* original;
+  char* copy;
+  Role role;
+  int itemsize, dims;
+  std::vector<int64_t> size, stride;
+  size_t bytes;
+  std::unique_ptr<Target> target;
+
+  template <typename Body>
+  void each_element(Body body) const {  // body(byte offset), every element once
+    std::vector<int64_t> at(size.size(), 0);
+    for (int64_t s : size) {
+      if (s == 0) return;
+    }
+    for (;;) {
+      int64_t offset = 0;
+      for (int d = 0; d < dims; ++d) offset += at[d] * stride[d];
+      body(offset * itemsize);
+      int d = dims - 1;
+      while (d >= 0 && ++at[d] == size[d]) at[d--] = 0;
+      if (d < 0) return;
+    }
+  }
+};
+
+struct Count {
+  uint64_t requests = 0, sectors = 0, wavefronts = 0, lanes = 0;
+};
+
+using FaultName = std::tuple<std::string, uint32_t, uint32_t, int, int>;  // kind, key, other key, kind of target, index
+
+struct State {
+  std::mutex mutex;       // of everything below
+  std::mutex call_mutex;  // held from opening a call to closing it
+  std::atomic<bool> on{false};
+  Recording recording;
+  uint64_t trace_rows = 0;
+  int64_t trace_block = -1;
+
+  std::vector<Tensor> tensors;  // of the present call
+  char* arena = nullptr;
+  size_t arena_size = 0, gap = 0;
+  const Launch* launch = nullptr;
+  std::vector<SharedVariable> shared;
+  std::map<std::tuple<uint32_t, Target::Kind, int>, Count> counts;
+  std::map<FaultName, FaultFacts> faults;
+  uint64_t barriers = 0, warp_syncs = 0;
+} state;
+
+uintptr_t code_base = 0;  // of the module, for the keys
+
+}  // namespace
+
+struct Lane {
+  uint32_t count, limit;
+  uint64_t* address;
+  uint32_t* key;
+};
+
+struct XrayWorker {
+  alignas(64) uint64_t address[LOG_ROWS][32];
+  uint32_t key[LOG_ROWS][32];
+  Lane lanes[32];
+  Worker* worker;
+  std::vector<Target*> targets;  // tensors, then shared memory, then what is ignored
+  std::vector<std::unique_ptr<Target>> own;
+  uint64_t epoch = 0;
+  uint32_t clock[MAX_WARPS][32][32];  // clock[w][a][b]: up to when lane a knows what lane b did
+  bool clocks_used = false;
+
+  struct Site {
+    uint32_t key = 0;
+    Target* target = nullptr;
+    Count* count = nullptr;
+  };
+  Site cache[1024];
+  std::map<std::tuple<uint32_t, Target::Kind, int>, Count> counts;
+  std::map<FaultName, FaultFacts> faults;
+  std::vector<TraceRow> trace;
+};
+
+namespace {
+
+void report(XrayWorker& x, const char* kind, uint32_t key, int thread, const Target* target, uintptr_t address,
+            uint32_t other_key = 0, uint64_t other_block = 0, int other_thread = -1) {
+  const FaultName name{kind, key, other_key, target ? int(target->kind) : -1, target ? target->index : -1};
+  auto [entry, fresh] = x.faults.try_emplace(name);
+  FaultFacts& fault = entry->second;
+  ++fault.count;
+  if (!fresh) return;
+  fault.kind = kind;
+  fault.pc = pc_of(key), fault.other_pc = pc_of(other_key);
+  fault.block = x.worker->block_index;
+  fault.thread = x.worker->thread_index(thread);
+  const dim3 grid = x.worker->launch->grid;
+  if (other_block != NOBODY && other_block != MANY) {
+    const uint64_t b = other_block - 1;
+    fault.other_block = {unsigned(b % grid.x), unsigned(b / grid.x % grid.y), unsigned(b / grid.x / grid.y)};
+  } else {
+    fault.other_block = fault.block;
+  }
+  fault.other_thread = other_thread >= 0 ? x.worker->thread_index(other_thread) : uint3{};
+  fault.space = target && target->kind == Target::shared ? Space::shared : Space::global;
+  fault.tensor = target && target->kind == Target::tensor ? target->index : -1;
+  fault.shared = target && target->kind == Target::shared
+                     ? (target->index < 0 ? "dynamic shared memory" : state.shared[size_t(target->index)].name)
+                     : "";
+  fault.offset = target ? int64_t(address - target->low) : 0;
+}
+
+// Was what lane `other` of this warp did at `moment` made known to `lane` by a warp barrier since?
+bool known(const XrayWorker& x, int lane, int other, uint64_t moment) {
+  return x.clock[x.worker->warp][lane][other] >= time_of(moment);
+}
+
+// One access of one thread against the shadow: is it ordered after what others did, was it ever written?
+inline void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t address) {
+  const Op op = op_of(key);
+  const int size = size_of(key), warp = x.worker->warp;
+  if (size < 1 << target.shift) target.refine(key & 15);
+  const uint64_t block = x.worker->block + 1;
+  const uint64_t moment = make_moment(x.epoch, warp, x.clock[warp][lane][lane]);
+  const uint32_t bit = 1u << lane;
+  const bool shared = target.kind == Target::shared;
+  size_t at = (address - target.low) >> target.shift;
+  for (const size_t end = at + (size_t(size) >> target.shift); at < end; ++at) {
+    Cell& cell = target.cells[at];
+    if (op == Op::load && cell.read_block == block && cell.read_moment == moment && cell.read_lanes & bit) continue;
+
+    const bool written = shared ? cell.write_block == block : cell.write_block != NOBODY;
+    if (op != Op::store && !written && (shared || target.role == Role::output)) {
+      report(x, "uninitialised read", key, warp * 32 + lane, &target, address);
+    }
+    if (written && !(op == Op::atomic && cell.write_atomic)) {
+      if (cell.write_block != block) {
+        report(x, "block race", key, warp * 32 + lane, &target, address, cell.write_key, cell.write_block);
+      } else if (epoch_of(cell.write_moment) == x.epoch) {
+        const int writer = warp_of(cell.write_moment) * 32 + cell.write_lane;
+        if (writer != warp * 32 + lane &&
+            !(warp_of(cell.write_moment) == warp && known(x, lane, cell.write_lane, cell.write_moment))) {
+          report(x, "race", key, warp * 32 + lane, &target, address, cell.write_key, block, writer);
+        }
+      }
+    }
+    if (op == Op::load) {
+      if (cell.read_block == block) {
+        if (cell.read_moment == moment) {
+          if (cell.read_lanes) cell.read_lanes |= bit;
+        } else if (epoch_of(cell.read_moment) == x.epoch && warp_of(cell.read_moment) != warp) {
+          cell.read_lanes = 0;  // several warps
+        } else if (epoch_of(cell.read_moment) != x.epoch || cell.read_lanes) {
+          cell.read_moment = moment, cell.read_lanes = bit, cell.read_key = key;
+        }
+      } else if (shared || cell.read_block == NOBODY) {
+        cell.read_block = block, cell.read_moment = moment, cell.read_lanes = bit, cell.read_key = key;
+      } else {
+        cell.read_block = MANY;
+      }
+      continue;
+    }
+    if (cell.read_block == block) {
+      if (epoch_of(cell.read_moment) == x.epoch) {
+        int reader = -1;
+        if (!cell.read_lanes) reader = 32 * (warp_of(cell.read_moment));
+        else if (warp_of(cell.read_moment) != warp) {
+          reader = warp_of(cell.read_moment) * 32 + __builtin_ctz(cell.read_lanes);
+        } else {
+          for (uint32_t rest = cell.read_lanes & ~bit; rest; rest &= rest - 1) {
+            const int other = __builtin_ctz(rest);
+            if (!known(x, lane, other, cell.read_moment)) reader = warp * 32 + other;
+          }
+        }
+        if (reader >= 0) {
+          report(x, "race", key, warp * 32 + lane, &target, address, cell.read_key, block, reader);
+        }
+      }
+    } else if (!shared && cell.read_block != NOBODY) {
+      report(x, "block race", key, warp * 32 + lane, &target, address, cell.read_key, cell.read_block);
+    }
+    cell.write_block = block, cell.write_moment = moment, cell.write_key = key;
+    cell.write_lane = uint16_t(lane), cell.write_atomic = op == Op::atomic;
+  }
+}
+
+// ---- counting -----------------------------------------------------------------------------------------------------
+
+// Distinct 32-byte sectors of a request. Lanes mostly come in order, then neighbours are compared; else they are
+// sorted.
+uint64_t count_sectors(const uint64_t* address, uint32_t mask, int size) {
+  uint64_t sector[64];
+  int n = 0;
+  bool ordered = true;
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const uint64_t a = address[__builtin_ctz(rest)];
+    const uint64_t first = a >> 5, last = (a + uint64_t(size) - 1) >> 5;
+    ordered &= n == 0 || sector[n - 1] <= first;
+    sector[n++] = first;
+    if (last != first) sector[n++] = last;
+  }
+  if (!ordered) std::sort(sector, sector + n);
+  uint64_t count = 1;
+  for (int i = 1; i < n; ++i) count += sector[i] != sector[i - 1];
+  return count;
+}
+
+// Passes through the 32 banks of 4 bytes. Up to 4 bytes a lane the whole warp goes at once, 8 bytes by halves, 16 by
+// quarters; within a pass, lanes that ask for the same word share it, different words of one bank wait for each other.
+uint64_t count_wavefronts(const uint64_t* address, uint32_t mask, int size) {
+  const int group = size <= 4 ? 32 : size == 8 ? 16 : 8, words = size <= 4 ? 1 : size / 4;
+  uint64_t total = 0;
+  for (int first = 0; first < 32; first += group) {
+    const uint32_t part = group == 32 ? mask : mask >> first & ((1u << group) - 1);
+    if (!part) continue;
+    uint64_t seen[32][32];
+    uint8_t depth[32] = {};
+    uint8_t deepest = 0;
+    uint64_t previous = ~uint64_t(0);
+    for (uint32_t rest = part; rest; rest &= rest - 1) {
+      const uint64_t base = address[first + __builtin_ctz(rest)] >> 2;
+      if (base == previous) continue;
+      previous = base;
+      for (uint64_t word = base; word < base + uint64_t(words); ++word) {
+        uint8_t& d = depth[word & 31];
+        uint64_t* list = seen[word & 31];
+        int i = 0;
+        while (i < d && list[i] != word) ++i;
+        if (i < d) continue;
+        list[d++] = word;
+        deepest = std::max(deepest, d);
+      }
+    }
+    total += deepest;
+  }
+  return total;
+}
+
+Target* find_target(XrayWorker& x, uintptr_t address) {
+  for (Target* target : x.targets) {
+    if (address >= target->low && address < target->high) return target;
+  }
+  return nullptr;
+}
+
+void trace(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, const Target& target) {
+  if (x.trace.size() >= state.trace_rows) return;
+  if (state.trace_block >= 0 && uint64_t(state.trace_block) != x.worker->block) return;
+  TraceRow row;
+  row.launch = int(state.recording.launches.size());
+  row.block = x.worker->block;
+  row.warp = x.worker->warp;
+  row.pc = pc_of(key);
+  row.op = op_of(key);
+  row.size = size_of(key);
+  row.space = target.kind == Target::shared ? Space::shared : Space::global;
+  row.tensor = target.kind == Target::tensor ? target.index : -1;
+  row.shared = target.kind == Target::shared
+                   ? (target.index < 0 ? "dynamic shared memory" : state.shared[size_t(target.index)].name)
+                   : "";
+  for (int lane = 0; lane < 32; ++lane) row.offset[lane] = mask >> lane & 1 ? int64_t(address[lane] - target.low) : -1;
+  x.trace.push_back(std::move(row));
+}
+
+// A request, or the part of it that falls into one target.
+void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* address, uint32_t mask, bool first_part) {
+  Target& target = *site.target;
+  if (target.kind == Target::ignored) return;
+  const int size = size_of(site.key);
+  Count& count = *site.count;
+  count.requests += first_part;
+  count.lanes += uint64_t(__builtin_popcount(mask));
+  if (target.kind == Target::tensor) count.sectors += count_sectors(address, mask, size);
+  else count.wavefronts += count_wavefronts(address, mask, size);
+  if (state.trace_rows) trace(x, site.key, address, mask, target);
+
+  if (!target.gaps.empty()) {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      if (target.gaps[size_t(address[lane] - target.low) / size_t(target.itemsize)]) {
+        report(x, "out of bounds", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
+      }
+    }
+  }
+  if (target.kind == Target::tensor && target.role == Role::input) {
+    if (op_of(site.key) != Op::load) {
+      const int lane = __builtin_ctz(mask);
+      report(x, "write to input", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
+    }
+    return;
+  }
+  const bool contended = target.kind == Target::tensor;  // several workers share a tensor's shadow
+  if (contended) {
+    while (target.lock.test_and_set(std::memory_order_acquire)) {
+    }
+  }
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    touch(x, target, site.key, lane, address[lane]);
+  }
+  if (contended) target.lock.clear(std::memory_order_release);
+}
+
+XrayWorker::Site& site_for(XrayWorker& x, uint32_t key, Target* target) {
+  XrayWorker::Site& site = x.cache[(key * 0x9e3779b1u) >> 22];
+  if (site.key != key || (target && site.target != target)) {
+    site.key = key;
+    site.target = target;
+    site.count = target ? &x.counts[{key, target->kind, target->index}] : nullptr;
+  }
+  return site;
+}
+
+void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask) {
+  const uint64_t size = uint64_t(size_of(key));
+  uint64_t low = ~uint64_t(0), high = 0, bits = 0;
+  if (mask == ~0u) {
+    for (int lane = 0; lane < 32; ++lane) {
+      low = std::min(low, address[lane]);
+      high = std::max(high, address[lane]);
+      bits |= address[lane];
+    }
+  } else {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+      const uint64_t a = address[__builtin_ctz(rest)];
+      low = std::min(low, a), high = std::max(high, a), bits |= a;
+    }
+  }
+  high += size;
+  XrayWorker::Site& site = site_for(x, key, nullptr);
+  if (!site.target || low < site.target->low || high > site.target->high) {
+    Target* target = find_target(x, low);
+    if (!target || high > target->high) {  // lanes in several targets, or outside all
+      bool first_part = true;
+      for (uint32_t rest = mask; rest;) {
+        const int lane = __builtin_ctz(rest);
+        Target* own = find_target(x, address[lane]);
+        if (!own || address[lane] + size > own->high) {
+          // Outside all: name the nearest tensor or shared variable.
+          Target* nearest = nullptr;
+          uint64_t distance = ~uint64_t(0);
+          for (Target* t : x.targets) {
+            if (t->kind == Target::ignored) continue;
+            const uint64_t d = address[lane] < t->low ? t->low - address[lane] : address[lane] - t->low;
+            const uint64_t e = address[lane] < t->low ? d : d < t->high - t->low ? 0 : address[lane] - t->high;
+            if (e < distance) distance = e, nearest = t;
+          }
+          report(x, "out of bounds", key, x.worker->warp * 32 + lane, nearest, address[lane]);
+          rest &= rest - 1;
+          continue;
+        }
+        uint32_t part = 0;
+        for (uint32_t more = rest; more; more &= more - 1) {
+          const int other = __builtin_ctz(more);
+          if (address[other] >= own->low && address[other] + size <= own->high) part |= 1u << other;
+        }
+        count_request(x, site_for(x, key, own), address, part, first_part);
+        first_part = first_part && own->kind == Target::ignored;
+        rest &= ~part;
+      }
+      return;
+    }
+    site_for(x, key, target);
+  }
+  if (bits & (size - 1) && site.target->kind != Target::ignored) {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      if (address[lane] & (size - 1)) {
+        report(x, "misaligned", key, x.worker->warp * 32 + lane, site.target, address[lane]);
+        return;  // its cells would overlap others': the fault says enough
+      }
+    }
+  }
+  count_request(x, site, address, mask, true);
+}
+
+// Lanes that went different ways: the n-th access by an instruction is put together from the lanes that made it.
+// A lane whose log is full may have its share of the last requests still to come: those stay in the log.
+void match_requests(XrayWorker& x, unsigned paused) {
+  struct Group {
+    uint32_t key, mask;
+    uint64_t address[32];
+  };
+  static thread_local std::vector<Group> groups;
+  static thread_local std::unordered_map<uint32_t, std::vector<int>> by_key;
+  groups.clear();
+  by_key.clear();
+  std::unordered_map<uint32_t, uint32_t> occurrences[32];
+  uint32_t rows = 0;
+  for (const Lane& lane : x.lanes) rows = std::max(rows, lane.count);
+  static thread_local std::vector<int> group_of;
+  group_of.assign(LOG_ROWS * 32, -1);
+  for (uint32_t i = 0; i < rows; ++i) {
+    for (int lane = 0; lane < 32; ++lane) {
+      if (i >= x.lanes[lane].count) continue;
+      const uint32_t key = x.key[i][lane];
+      const uint32_t n = occurrences[lane][key]++;
+      std::vector<int>& list = by_key[key];
+      if (n == list.size()) {
+        list.push_back(int(groups.size()));
+        groups.push_back({key, 0, {}});
+      }
+      Group& group = groups[size_t(list[n])];
+      group.mask |= 1u << lane;
+      group.address[lane] = x.address[i][lane];
+      group_of[i * 32 + uint32_t(lane)] = list[n];
+    }
+  }
+  // A request is whole unless a paused lane is missing. The first one held back holds back all that its lanes did
+  // after.
+  std::vector<bool> held(groups.size(), false);
+  if (paused) {
+    bool all = true;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      held[g] = (paused & ~groups[g].mask) != 0;
+      all = all && held[g];
+    }
+    if (all) std::fill(held.begin(), held.end(), false);  // the lanes went separate ways for good
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (int lane = 0; lane < 32; ++lane) {
+        bool after = false;
+        for (uint32_t i = 0; i < x.lanes[lane].count; ++i) {
+          const size_t g = size_t(group_of[i * 32 + uint32_t(lane)]);
+          if (after && !held[g]) held[g] = changed = true;
+          after = after || held[g];
+        }
+      }
+    }
+    bool none = true;
+    for (size_t g = 0; g < groups.size(); ++g) none = none && held[g];
+    if (none) std::fill(held.begin(), held.end(), false);
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (!held[g]) process_request(x, groups[g].key, groups[g].address, groups[g].mask);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < x.lanes[lane].count; ++i) {
+      if (!held[size_t(group_of[i * 32 + uint32_t(lane)])]) continue;
+      x.address[kept][lane] = x.address[i][lane];
+      x.key[kept][lane] = x.key[i][lane];
+      ++kept;
+    }
+    x.lanes[lane].count = kept;
+  }
+}
+
+}  // namespace
+
+void xray_flush_warp(Worker& worker) {
+  XrayWorker& x = *worker.xray;
+  uint32_t present = 0, rows = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (!x.lanes[lane].count) continue;
+    present |= 1u << lane;
+    rows = std::max(rows, x.lanes[lane].count);
+  }
+  if (!present) return;
+  worker.busy.store(true, std::memory_order_relaxed);
+  bool together = true;
+  for (uint32_t rest = present; rest; rest &= rest - 1) together &= x.lanes[__builtin_ctz(rest)].count == rows;
+  if (together && present == ~0u) {
+    uint32_t differ = 0;
+    for (uint32_t i = 0; i < rows; ++i) {
+      const uint32_t first = x.key[i][0];
+      for (int lane = 0; lane < 32; ++lane) differ |= x.key[i][lane] ^ first;
+    }
+    together = differ == 0;
+  } else if (together) {
+    const int first = __builtin_ctz(present);
+    for (uint32_t i = 0; together && i < rows; ++i) {
+      for (uint32_t rest = present; rest; rest &= rest - 1)
+        together &= x.key[i][__builtin_ctz(rest)] == x.key[i][first];
+    }
+  }
+  if (together) {
+    const int first = __builtin_ctz(present);
+    for (uint32_t i = 0; i < rows; ++i) process_request(x, x.key[i][first], x.address[i], present);
+    for (Lane& lane : x.lanes) lane.count = 0;
+  } else {
+    match_requests(x, worker.warps[worker.warp].paused);
+  }
+  worker.busy.store(false, std::memory_order_relaxed);
+}
+
+void xray_barrier(Worker& worker) { ++worker.xray->epoch; }
+
+void xray_sync_warp(Worker& worker, int warp, unsigned mask) {
+  XrayWorker& x = *worker.xray;
+  auto& clock = x.clock[warp];
+  x.clocks_used = true;
+  uint32_t joined[32] = {};
+  for (unsigned rest = mask; rest; rest &= rest - 1) {
+    const auto& row = clock[__builtin_ctz(rest)];
+    for (int lane = 0; lane < 32; ++lane) joined[lane] = std::max(joined[lane], row[lane]);
+  }
+  for (unsigned rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    std::memcpy(clock[lane], joined, sizeof joined);
+    ++clock[lane][lane];
+  }
+}
+
+void xray_begin_thread(Worker& worker, Here& here, int lane) { here.log = &worker.xray->lanes[lane]; }
+
+void xray_begin_block(Worker& worker) {
+  XrayWorker& x = *worker.xray;
+  x.epoch = 0;
+  if (x.clocks_used) {
+    std::memset(x.clock, 0, sizeof x.clock);
+    for (auto& warp : x.clock) {
+      for (int lane = 0; lane < 32; ++lane) warp[lane][lane] = 1;
+    }
+    x.clocks_used = false;
+  }
+  for (Lane& lane : x.lanes) lane.count = 0;
+  if (config.order == Order::random) {  // also the moments at which lanes catch up with each other are drawn
+    uint64_t mix = (config.seed + 1) * 0x9e3779b97f4a7c15u ^ (worker.block + 1) * 0xd1342543de82ef95u;
+    const uint32_t limit = 1 + uint32_t((mix >> 33) % LOG_ROWS);
+    for (Lane& lane : x.lanes) lane.limit = limit;
+  }
+}
+
+void xray_end_block(Worker& worker) { xray_flush_warp(worker); }
+
+XrayWorker* xray_attach(Worker& worker) {
+  if (!state.on || !state.launch) return nullptr;
+  code_base = module().base;
+  auto* x = new XrayWorker;
+  x->worker = &worker;
+  for (int lane = 0; lane < 32; ++lane) x->lanes[lane] = {0, LOG_ROWS, &x->address[0][lane], &x->key[0][lane]};
+  x->clocks_used = true;  // so that the first block sets them
+  for (Tensor& tensor : state.tensors) x->targets.push_back(tensor.target.get());
+  const auto add = [&](uintptr_t low, size_t size, Target::Kind kind, int index, bool cells) {
+    auto target = std::make_unique<Target>();
+    target->low = low, target->high = low + size;
+    target->kind = kind, target->index = index;
+    if (cells) target->cells.resize((size + 15) / 4);
+    x->targets.push_back(target.get());
+    x->own.push_back(std::move(target));
+  };
+  for (size_t i = 0; i < state.shared.size(); ++i) {
+    if (!state.shared[i].owned) continue;
+    add(uintptr_t(worker.tls) + state.shared[i].offset, state.shared[i].size, Target::shared, int(i), true);
+  }
+  if (state.launch->dynamic_shared) {
+    add(uintptr_t(worker.dynamic_shared), state.launch->dynamic_shared, Target::shared, -1, true);
+  }
+  add(uintptr_t(worker.tls), module().tls_size, Target::ignored, -1, false);
+  add(module().low, module().high - module().low, Target::ignored, -1, false);
+  return x;
+}
+
+void xray_detach(Worker& worker) {
+  std::unique_ptr<XrayWorker> x(worker.xray);
+  std::lock_guard lock(state.mutex);
+  if (!worker.fault.empty()) xray_flush_warp(worker);  // what led to it
+  for (const auto& [key, count] : x->counts) {
+    Count& sum = state.counts[key];
+    sum.requests += count.requests, sum.sectors += count.sectors;
+    sum.wavefronts += count.wavefronts, sum.lanes += count.lanes;
+  }
+  for (auto& [name, fault] : x->faults) {
+    auto [entry, fresh] = state.faults.try_emplace(name, fault);
+    if (!fresh) entry->second.count += fault.count;
+  }
+  for (auto& row : x->trace) {
+    if (state.recording.trace.size() < state.trace_rows) state.recording.trace.push_back(std::move(row));
+  }
+  state.barriers += worker.barriers;
+  state.warp_syncs += worker.warp_syncs;
+}
+
+void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& shared) {
+  if (!state.on) return;
+  state.launch = &launch;
+  state.shared = shared;
+  state.counts.clear();
+  state.faults.clear();
+  state.barriers = state.warp_syncs = 0;
+}
+
+void xray_end_launch() {
+  if (!state.on || !state.launch) return;
+  Recording& r = state.recording;
+  const Launch& launch = *state.launch;
+  const int index = int(r.launches.size());
+  size_t static_shared = 0;
+  for (const auto& variable : state.shared) static_shared += variable.owned ? variable.size : 0;
+  r.launches.push_back({launch.kernel, launch.grid, launch.block,
+                        launch.blocks * launch.block.x * launch.block.y * launch.block.z, launch.blocks, state.barriers,
+                        state.warp_syncs, launch.dynamic_shared, static_shared});
+  for (const auto& [name, count] : state.counts) {
+    const auto [key, kind, target] = name;
+    if (kind == Target::ignored || !count.lanes) continue;
+    const bool is_shared = kind == Target::shared;
+    r.sites.push_back({index, pc_of(key), op_of(key), is_shared ? Space::shared : Space::global,
+                       is_shared ? -1 : target,
+                       !is_shared   ? ""
+                       : target < 0 ? "dynamic shared memory"
+                                    : state.shared[size_t(target)].name,
+                       size_of(key), count.requests, count.sectors, count.wavefronts, count.lanes});
+  }
+  for (auto& [name, fault] : state.faults) {
+    fault.launch = index;
+    r.faults.push_back(fault);
+  }
+  state.launch = nullptr;
+}
+
+// ---- the recording, the tensors of a call -------------------------------------------------------------------------
+
+void xray_start(uint64_t trace_rows, int64_t trace_block) {
+  std::lock_guard lock(state.call_mutex);
+  state.recording = {};
+  state.trace_rows = trace_rows;
+  state.trace_block = trace_block;
+  state.on = true;
+}
+
+Recording xray_stop() {
+  std::lock_guard lock(state.call_mutex);
+  state.on = false;
+  return std::move(state.recording);
+}
+
+bool xray_open_call() {
+  if (!state.on) return false;
+  state.call_mutex.lock();
+  state.tensors.clear();
+  state.recording.tensors.clear();
+  return true;
+}
+
+namespace {
+
+constexpr size_t SLACK = 64 * 1024;  // readable around a tensor, so that a near miss is counted and told, not a crash
+
+void make_arena() {
+  if (state.arena) return;
+  for (size_t size = size_t(1) << 40; size >= size_t(1) << 34; size >>= 2) {
+    void* memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) continue;
+    state.arena = static_cast<char*>(memory);
+    state.arena_size = size;
+    state.gap = size >> 7;  // what a wrapped 32-bit index can miss by, where there is room for it
+    return;
+  }
+  throw std::runtime_error("the x-ray could not reserve address space for its tensors");
+}
+
+}  // namespace
+
+void* xray_tensor(void* data, int itemsize, int dims, const int64_t* size, const int64_t* stride, Role role) {
+  make_arena();
+  Tensor t;
+  t.original = static_cast<char*>(data);
+  t.role = role;
+  t.itemsize = itemsize, t.dims = dims;
+  t.size.assign(size, size + dims), t.stride.assign(stride, stride + dims);
+  int64_t elements = 1, last = 0;
+  for (int d = 0; d < dims; ++d) elements *= size[d], last += (size[d] - 1) * stride[d];
+  t.bytes = elements ? size_t(last + 1) * size_t(itemsize) : 0;
+
+  const size_t used =
+      state.tensors.empty() ? 0 : size_t(state.tensors.back().copy - state.arena) + state.tensors.back().bytes + SLACK;
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  const size_t start = (used + state.gap + page - 1) / page * page;
+  const size_t extent = (t.bytes + 2 * SLACK + 512 + page - 1) / page * page;
+  if (start + extent > state.arena_size || mprotect(state.arena + start, extent, PROT_READ | PROT_WRITE)) {
+    throw std::runtime_error("the x-ray has no room for a tensor of " + std::to_string(t.bytes) + " bytes");
+  }
+  t.copy = state.arena + start + SLACK + (uintptr_t(data) & 255);
+  std::memset(state.arena + start, 0xff, extent);
+  const bool holes = int64_t(t.bytes) != elements * itemsize;
+  t.target = std::make_unique<Target>();
+  Target& target = *t.target;
+  if (holes && elements) target.gaps.assign(t.bytes / size_t(itemsize), true);
+  t.each_element([&](int64_t offset) {
+    if (role != Role::output) std::memcpy(t.copy + offset, t.original + offset, size_t(itemsize));
+    if (holes) target.gaps[size_t(offset) / size_t(itemsize)] = false;
+  });
+  target.low = uintptr_t(t.copy), target.high = target.low + t.bytes;
+  target.kind = Target::tensor, target.role = role, target.index = int(state.tensors.size());
+  target.itemsize = itemsize;
+  target.shift = __builtin_ctz(unsigned(itemsize));
+  if (role != Role::input) target.cells.resize(t.bytes / size_t(itemsize) + 1);
+  state.recording.tensors.push_back({role, size_t(elements) * size_t(itemsize)});
+  char* const copy = t.copy;
+  state.tensors.push_back(std::move(t));
+  return copy;
+}
+
+void xray_close_call() {
+  for (Tensor& tensor : state.tensors) {
+    if (tensor.role != Role::input) {
+      tensor.each_element([&](int64_t offset) {
+        std::memcpy(tensor.original + offset, tensor.copy + offset, size_t(tensor.itemsize));
+      });
+    }
+    const size_t page = size_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t low = (uintptr_t(tensor.copy) - SLACK) / page * page;
+    const size_t extent = (tensor.bytes + 2 * SLACK + 512 + page - 1) / page * page;
+    madvise(reinterpret_cast<void*>(low), extent, MADV_DONTNEED);
+    mprotect(reinterpret_cast<void*>(low), extent, PROT_NONE);
+  }
+  state.tensors.clear();
+  state.call_mutex.unlock();
+}
+
+std::string xray_place(const void* address) {
+  const auto a = uintptr_t(address);
+  if (!state.on || a - uintptr_t(state.arena) >= state.arena_size) return "";
+  std::string best;
+  uint64_t distance = ~uint64_t(0);
+  for (const Tensor& t : state.tensors) {
+    const uintptr_t low = t.target->low, high = t.target->high;
+    const uint64_t d = a < low ? low - a : a - high;
+    if (d >= distance) continue;
+    distance = d;
+    best = std::to_string(d) + " bytes " + (a < low ? "before" : "past the end of") +
+           " tensor {tensor:" + std::to_string(t.target->index) + "}";
+  }
+  return best;
+}
+
+// ---- what the compiler's instrumentation calls --------------------------------------------------------------------
+
+namespace {
+
+__attribute__((noinline)) void pause(Worker& worker) {
+  Warp& warp = worker.warps[worker.warp];
+  warp.paused |= 1u << worker.lane;
+  warp.runnable &= ~(1u << worker.lane);
+  yield(worker);
+}
+
+inline __attribute__((always_inline)) void record(const void* address, const void* pc, Op op, int log_size) {
+  const uintptr_t sp = stack_pointer();
+  if (!on_fiber(sp) || on_fiber(uintptr_t(address))) return;
+  Here* place = here();
+  Lane* lane = place->log;
+  if (!lane) return;
+  const uint32_t i = lane->count;
+  lane->address[i * 32] = uintptr_t(address);
+  lane->key[i * 32] = make_key(uint32_t(uintptr_t(pc) - code_base), op, log_size);
+  lane->count = i + 1;
+  if (i + 1 >= lane->limit) pause(*place->worker);
+}
+
+// An access of any length: the widest aligned pieces of at most 16 bytes.
+void record_range(const void* address, size_t size, const void* pc, Op op) {
+  uintptr_t a = uintptr_t(address);
+  for (const uintptr_t end = a + size; a < end;) {
+    int log_size = 4;
+    while ((a & ((uintptr_t(1) << log_size) - 1)) || a + (uintptr_t(1) << log_size) > end) --log_size;
+    record(reinterpret_cast<void*>(a), pc, op, log_size);
+    a += uintptr_t(1) << log_size;
+  }
+}
+
+}  // namespace
+
+void log_atomic(const void* address, int size, const void* caller) {
+  record(address, caller, Op::atomic, size == 8 ? 3 : size == 4 ? 2 : 1);
+}
+
+}  // namespace simt
+
+#define PC __builtin_return_address(0)
+#define HOOK extern "C" __attribute__((visibility("hidden"))) void
+#define HOOKS(bytes, log_size)                                                                    \
+  HOOK __tsan_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }             \
+  HOOK __tsan_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); }           \
+  HOOK __tsan_unaligned_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }   \
+  HOOK __tsan_unaligned_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); } \
+  HOOK __tsan_volatile_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }    \
+  HOOK __tsan_volatile_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); }
+HOOKS(1, 0)
+HOOKS(2, 1)
+HOOKS(4, 2)
+HOOKS(8, 3)
+HOOKS(16, 4)
+HOOK __tsan_read_range(void* a, size_t size) { simt::record_range(a, size, PC, simt::Op::load); }
+HOOK __tsan_write_range(void* a, size_t size) { simt::record_range(a, size, PC, simt::Op::store); }
+HOOK __tsan_func_entry(void*) {}
+HOOK __tsan_func_exit() {}
+HOOK __tsan_init() {}
+HOOK __tsan_vptr_update(void**, void*) {}
+extern "C" __attribute__((visibility("hidden"))) void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  simt::record_range(from, size, PC, simt::Op::load);
+  simt::record_range(to, size, PC, simt::Op::store);
+  return std::memcpy(to, from, size);
+}
+extern "C" __attribute__((visibility("hidden"))) void* __tsan_memmove(void* to, const void* from, size_t size) {
+  simt::record_range(from, size, PC, simt::Op::load);
+  simt::record_range(to, size, PC, simt::Op::store);
+  return std::memmove(to, from, size);
+}
+extern "C" __attribute__((visibility("hidden"))) void* __tsan_memset(void* to, int value, size_t size) {
+  simt::record_range(to, size, PC, simt::Op::store);
+  return std::memset(to, value, size);
+}
+
+// C++ atomics in a kernel (and the guards of static variables on the host) come here.
+#define ATOMIC_FETCH(T, bits, name)                                                 \
+  HOOK_OF(T) __tsan_atomic##bits##_fetch_##name(volatile T* a, T value, int) {      \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8)); \
+    return __atomic_fetch_##name(a, value, __ATOMIC_SEQ_CST);                       \
+  }
+#define HOOK_OF(T) extern "C" __attribute__((visibility("hidden"))) T
+#define ATOMICS(T, bits)                                                                                  \
+  HOOK_OF(T) __tsan_atomic##bits##_load(const volatile T* a, int) {                                       \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    return __atomic_load_n(a, __ATOMIC_SEQ_CST);                                                          \
+  }                                                                                                       \
+  HOOK_OF(void) __tsan_atomic##bits##_store(volatile T* a, T value, int) {                                \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    __atomic_store_n(a, value, __ATOMIC_SEQ_CST);                                                         \
+  }                                                                                                       \
+  HOOK_OF(T) __tsan_atomic##bits##_exchange(volatile T* a, T value, int) {                                \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    return __atomic_exchange_n(a, value, __ATOMIC_SEQ_CST);                                               \
+  }                                                                                                       \
+  HOOK_OF(int) __tsan_atomic##bits##_compare_exchange_strong(volatile T* a, T* seen, T value, int, int) { \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \
+  }                                                                                                       \
+  HOOK_OF(int) __tsan_atomic##bits##_compare_exchange_weak(volatile T* a, T* seen, T value, int, int) {   \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \
+  }                                                                                                       \
+  ATOMIC_FETCH(T, bits, add)                                                                              \
+  ATOMIC_FETCH(T, bits, sub)                                                                              \
+  ATOMIC_FETCH(T, bits, and)                                                                              \
+  ATOMIC_FETCH(T, bits, or)                                                                               \
+  ATOMIC_FETCH(T, bits, xor)
+ATOMICS(uint8_t, 8)
+ATOMICS(uint16_t, 16)
+ATOMICS(uint32_t, 32)
+ATOMICS(uint64_t, 64)
+HOOK __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+HOOK __tsan_atomic_signal_fence(int) {}

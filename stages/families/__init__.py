@@ -1,0 +1,83 @@
+"""Families: one function each, which all stages of the family compute in their own way and by one signature.
+
+A family is a module of this package with these names:
+
+    NAME, CALL      the function's name, and how its signature reads in an error: "matmul", "matmul(a, b)"
+    SIZES           names of the sizes that make a problem: ("M", "N", "K")
+    PROBLEMS        sizes that `run` checks, an odd one among them;  XRAY and BENCH: what `xray` and `bench` look at
+    DTYPES          what its kernels take
+    define(name, kernels)                   registers the operator of a stage, returns the public function
+    make(sizes, dtype, device, seed)        random arguments for a problem
+    reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
+    tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
+    incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
+    work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Work(NamedTuple):
+    """What a problem costs at the least: floating-point operations, and bytes from and to memory."""
+
+    operations: int
+    bytes: int
+
+
+def check_tensor(call: str, name: str, value: object, rank: int | None = None) -> None:
+    """Raise TypeError or ValueError unless `value` is a dense floating-point tensor of that rank on a known device."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{call}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{call}: {name} has layout {value.layout}; allowed: torch.strided (call .to_dense() first)")
+    if value.dtype not in FLOATING:
+        raise TypeError(f"{call}: {name} has dtype {value.dtype}; allowed: {listing(FLOATING)}")
+    if not (value.is_cpu or value.is_cuda or value.is_meta):
+        raise ValueError(f"{call}: {name} is on device {value.device}; allowed: cpu, cuda")
+    if rank is not None and value.dim() != rank:
+        plural = "" if value.dim() == 1 else "s"
+        raise ValueError(f"{call}: {name} has {value.dim()} dimension{plural} {shape(value)}; allowed: {rank}")
+
+
+def check_alike(call: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise TypeError or ValueError unless two tensors share dtype and device."""
+    if value.dtype is not other.dtype:
+        raise TypeError(
+            f"{call}: {name} has dtype {value.dtype}, but {other_name} has {other.dtype}; allowed: the same for both"
+        )
+    if value.device != other.device:
+        raise ValueError(
+            f"{call}: {name} is on {value.device}, but {other_name} is on {other.device}; allowed: the same for both"
+        )
+
+
+def listing(items: Sequence[object]) -> str:
+    """The items as a phrase, "a, b or c"."""
+    words = [str(item) for item in items]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def shape(tensor: Tensor) -> str:
+    """The shape as an error shows it, "(2, 3)"."""
+    return str(tuple(tensor.shape))
+
+
+def random(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Normal values on the generator's device, the same but for rounding in every dtype."""
+    return torch.randn(*size, generator=generator, dtype=torch.float64, device=generator.device).to(dtype)
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding a value to the dtype, half the distance to its neighbour."""
+    return torch.finfo(dtype).eps / 2
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,132 @@
+"""C = A B, the product of two matrices."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from stages.families import (
+    FLOATING,
+    Work,
+    accumulator,
+    check_alike,
+    check_tensor,
+    random,
+    shape,
+    unit_roundoff,
+)
+from stages.toolkit import operator
+from stages.toolkit.kernels import Kernels
+
+NAME = "matmul"
+CALL = "matmul(a, b)"
+SIZES = ("M", "N", "K")
+PROBLEMS = ((64, 48, 80), (33, 31, 127), (1, 1, 1), (5, 7, 0))
+XRAY = (64, 64, 64)
+BENCH = {"cpu": ((256, 256, 256),), "cuda": ((1024, 1024, 1024), (4096, 4096, 4096))}
+DTYPES = FLOATING
+INCUMBENT = "torch.matmul"
+
+
+def define(name: str, kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
+    """Register the operator of a stage and return its public function."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c = allocate(a, b)
+        kernels.launch(NAME, c.device, a, b, c)
+        return c
+
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        # dA = dC B^T and dB = A^T dC, by the same kernel: it takes any strides, so a transpose is a view.
+        a, b = ctx.saved_tensors
+        grad_a = product(grad, b.mT) if ctx.needs_input_grad[0] else None
+        grad_b = product(a.mT, grad) if ctx.needs_input_grad[1] else None
+        return grad_a, grad_b
+
+    product = operator.register(
+        name, "(Tensor a, Tensor b) -> Tensor", run, fake=allocate, setup_context=save, backward=backward
+    )
+
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        """The matrix product C[m, n] = sum over k of A[m, k] B[k, n], summed in float32 (in float64 for float64).
+
+        Args:
+            a: [M, K], float64, float32, float16 or bfloat16, on a CPU or a CUDA device. Any strides; nothing is copied.
+            b: [K, N], of the same dtype and on the same device.
+
+        Returns:
+            C, [M, N], contiguous, of the same dtype; zeros where K is 0. NaN and infinity propagate.
+            Differentiable any number of times, for both arguments.
+
+        Raises:
+            TypeError: An argument is no tensor, is not dense, or has another dtype than those above or than its fellow.
+            ValueError: An argument is not two-dimensional, the inner sizes differ, or the devices differ.
+            KernelFault: The CPU device caught the kernel doing what it may not.
+
+        Example:
+            >>> import stages, torch
+            >>> stages.load("matmul_naive").matmul(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]]))
+            tensor([[11.]])
+        """
+        check(a, b)
+        return product(a, b)
+
+    return matmul
+
+
+def check(a: Tensor, b: Tensor) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a and b can be multiplied."""
+    check_tensor(CALL, "a", a, rank=2)
+    check_tensor(CALL, "b", b, rank=2)
+    check_alike(CALL, "b", b, "a", a)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"{CALL}: a is {shape(a)} and b is {shape(b)}; allowed: as many columns in a as rows in b "
+            f"(got {a.shape[1]} and {b.shape[0]})"
+        )
+
+
+def allocate(a: Tensor, b: Tensor) -> Tensor:
+    """C, [M, N], its values still to come."""
+    return operator.empty((a.shape[0], b.shape[1]), like=a)
+
+
+def save(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def make(
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Normal A and B."""
+    generator = torch.Generator(device).manual_seed(seed)
+    a = random((sizes["M"], sizes["K"]), dtype, generator)
+    b = random((sizes["K"], sizes["N"]), dtype, generator)
+    return a, b
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    """A B in float64."""
+    return a.double() @ b.double()
+
+
+def tolerance(sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, float]:
+    """How far each result may be from the truth, r = |x - ref| / |ref|.
+
+    A sum of K terms in float32 stays within 1e-6 sqrt(K) / 8 (float64: by as much less as its rounding is finer); a
+    result of 16 bits adds its own rounding. The gradients are sums over N and M.
+    """
+    sums = {"output": sizes["K"], "a": sizes["N"], "b": sizes["M"]}
+    finer = unit_roundoff(accumulator(dtype)) / unit_roundoff(torch.float32)
+    rounding = unit_roundoff(dtype) if dtype is not accumulator(dtype) else 0.0
+    return {name: rounding + finer * 1e-6 * max(terms, 1) ** 0.5 / 8 for name, terms in sums.items()}
+
+
+def incumbent(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
+def work(sizes: Mapping[str, int], itemsize: int) -> Work:
+    """A multiplication and an addition for each of M N K terms; each matrix moved once."""
+    m, n, k = (sizes[name] for name in SIZES)
+    return Work(2 * m * n * k, itemsize * (m * k + k * n + m * n))

@@ -1,0 +1,343 @@
+"""The commands of `python -m stages`."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.toolkit import bench, build, device, diff, render, verify, xray
+from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
+from stages.toolkit.kernels import VARIANTS
+from stages.toolkit.report import Report
+from stages.toolkit.stage import Stage, find, load, names
+
+STAGE_HELP = "a stage: its number, its name, or the beginning of either"
+
+
+class UsageError(ValueError):
+    """An option that does not fit the stage. The text says what was given and what is allowed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0 well, 1 failed, 2 asked wrongly, 130 interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (StageNotFound, UsageError) as error:
+        return fail(error, 2)
+    except (build.BuildError, KernelFault, NotAvailable) as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    except BrokenPipeError:  # the reader, `head` perhaps, has gone
+        sys.stderr.close()
+        return 1
+
+
+def fail(error: object, code: int) -> int:
+    sys.stdout.flush()
+    print(f"{'error: ' if code != 130 else ''}{error}", file=sys.stderr)
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands
+
+
+def list_stages(options: argparse.Namespace) -> int:
+    stages = [load(name) for name in names()]
+    rows = [(s.number, s.operator, s.family.CALL, s.lesson) for s in stages]
+    print(render.table(("", "stage", "computes", "teaches"), rows, "<<<<"))
+    return 0
+
+
+def info(options: argparse.Namespace) -> int:
+    stage = load(options.stage)
+    print(f"{stage.name}: {stage.title}\n")
+    for heading, text in stage.header.items():
+        print(f"  {heading:8}  " + text.replace("\n", "\n" + " " * 12))
+    built = [variant for variant in VARIANTS if build.module_path(stage.name, variant).exists()]
+    facts = {
+        "function": f"stages.load({stage.operator!r}).{stage.family.CALL}",
+        "operator": f"torch.ops.stages.{stage.operator}",
+        "dtypes": ", ".join(map(_dtype_name, stage.family.DTYPES)),
+        "registers": f"at most {stage.registers} a thread{', may spill' if stage.spills else ''}",
+        "built": ", ".join(f"_{variant}" for variant in built) or "not yet",
+        "sources": f"{_short(stage.folder)}/ kernel.cu, binding.cpp, stage.py",
+    }
+    print("\n" + "\n".join(f"  {name:10}  {fact}" for name, fact in facts.items()))
+    return 0
+
+
+def build_stages(options: argparse.Namespace) -> int:
+    chosen = names() if "all" in options.stages else [find(name) for name in options.stages]
+    build.build(chosen, options.variant, jobs=options.jobs, force=options.force)
+    print(f"built: {', '.join(chosen)}")
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    stage = load(options.stage)
+    where = pick_device(options.device)
+    problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.family.PROBLEMS))
+    dtypes = [dtype_of(stage, options.dtype)] if options.dtype else stage.family.DTYPES
+    print(f"{stage.name}: {stage.title}\n")
+    print(f"Output and gradients on {where} against float64; error and allowed error are |x - ref| / |ref|")
+    results = []
+    rows = []
+    for sizes in problems:
+        for dtype in dtypes:
+            found = verify.verify(stage, sizes, dtype, where)
+            results += found
+            worst = max(found[1:], key=lambda r: r.error / r.tolerance if r.error == r.error else float("inf"))
+            figures = [f"{number:.1e}" for r in (found[0], worst) for number in (r.error, r.tolerance)]
+            verdict = "ok" if all(r.ok for r in found) else "WRONG"
+            rows.append((_sizes(sizes.values()), _dtype_name(dtype), *figures, verdict))
+    header = (_sizes(stage.family.SIZES), "dtype", "output", "allowed", "worst gradient", "allowed", "")
+    print(render.table(header, rows, "<<>>>><"))
+    wrong = [r for r in results if not r.ok]
+    for r in wrong:
+        print(f"WRONG: {r.what}, {r.sizes}, {_dtype_name(r.dtype)}: error {r.error:.1e}, allowed {r.tolerance:.1e}")
+
+    report = xrayed(stage, stage.sizes(stage.family.XRAY), torch.float32)
+    print("\nX-ray of " + comparison(stage, stage.sizes(stage.family.XRAY), torch.float32, report))
+    print(f"\n{render.faults(report)}\nLine by line: python -m stages xray {stage.number}")
+    failed = bool(wrong or report.faults)
+    print(f"\n{stage.name}: {'FAILED' if failed else 'passed'}")
+    return int(failed)
+
+
+def test(options: argparse.Namespace) -> int:
+    file = build.PACKAGE.parent / "tests" / f"test_{find(options.stage)}.py"
+    if not file.exists():
+        raise NotAvailable(f"{file} is not there: the tests are part of a checkout, not of an installed package")
+    return subprocess.call([sys.executable, "-m", "pytest", str(file), *options.pytest], cwd=build.PACKAGE.parent)
+
+
+def xray_stage(options: argparse.Namespace) -> int:
+    stage = load(options.stage)
+    sizes = sizes_of(stage, options.size) if options.size else stage.sizes(stage.family.XRAY)
+    dtype = dtype_of(stage, options.dtype)
+    report = xrayed(stage, sizes, dtype, options.schedule, options.seed)
+    if options.json:
+        problem = {"stage": stage.name, "sizes": sizes, "dtype": _dtype_name(dtype)}
+        print(json.dumps(problem | report.to_json(), indent=1))
+    else:
+        print(report.text())
+        print("\n" + comparison(stage, sizes, dtype, report))
+    return int(bool(report.faults))
+
+
+def bench_stage(options: argparse.Namespace) -> int:
+    stage = load(options.stage)
+    where = pick_device(options.device)
+    dtype = dtype_of(stage, options.dtype)
+    problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.bench[where]))
+    records = [bench.bench(stage, sizes, dtype, where) for sizes in problems]
+    if options.plot:
+        bench.plot(records, options.plot)
+    if options.json:
+        print(json.dumps(records, indent=1))
+        return 0
+    first, sizes = records[0], _sizes(stage.family.SIZES)
+    if where == "cuda":
+        print(
+            f"{stage.name}, {first['dtype']}, {first['card']}: medians of {first['repeats']} calls\n"
+            f"  limits, measured now: copy {first['copy_gbytes_per_s']:,.0f} GB/s, "
+            f"torch.matmul 8192^3 {first['matmul_tflops']:,.1f} TFLOP/s\n"
+            f"  incumbent: {first['incumbent']}\n"
+        )
+        columns = ("ms", "incumbent_ms", "ratio", "gbytes_per_s", "tflops", "percent_of_limit", "limit")
+        header = (sizes, "ms", "incumbent ms", "times as fast", "GB/s", "TFLOP/s", "% of limit", "limit")
+    else:
+        print(f"{stage.name}, {first['dtype']}, the CPU device on {first['cores']} cores: its own cost, not a GPU's\n")
+        columns = ("ms", "threads", "ns_per_thread", "xray_ms", "xray_ratio")
+        header = (sizes, "ms", "threads", "ns a thread", "x-rayed ms", "times as long")
+    rows = [(_sizes(r["sizes"].values()), *(_figure(r[column]) for column in columns)) for r in records]
+    print(render.table(header, rows, "<" + ">" * len(columns)))
+    if options.plot:
+        print(f"\nplot: {options.plot}")
+    return 0
+
+
+def diff_stages(options: argparse.Namespace) -> int:
+    print(diff.lesson(load(options.before), load(options.after), colour=sys.stdout.isatty()))
+    return 0
+
+
+def device_facts(options: argparse.Namespace) -> int:
+    parts = {f"GPU {index}": device.gpu_facts(index) for index in range(torch.cuda.device_count())}
+    parts["The CPU device"] = device.cpu_facts()
+    for title, facts in parts.items():
+        print(title)
+        for name, fact in facts.items():
+            print(render.wrap(f"  {name:38}  {fact}", " " * 42))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What several of them need
+
+
+def xrayed(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, schedule: str = "forward", seed: int = 0) -> Report:
+    return stage.xray(*stage.family.make(sizes, dtype), schedule=schedule, seed=seed)
+
+
+def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: Report) -> str:
+    """The counts beside the closed forms of the kernel's header, where these hold."""
+    holds = all(size % aligned == 0 for size, aligned in zip(sizes.values(), stage.aligned, strict=True))
+    counts = asdict(report.counts())
+    formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize)) if holds else dict.fromkeys(counts, 0)
+    rows = [
+        (name.replace("_", " "), f"{count:,}", f"{formulas[name]:,}" if holds else "-")
+        for name, count in counts.items()
+        if count or formulas[name]
+    ]
+    problem = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    hint = "" if holds else f"\n  (the formulas hold for multiples of {', '.join(map(str, stage.aligned))})"
+    head = f"{problem}, {_dtype_name(dtype)}: counts, and the closed forms of the kernel's header"
+    return head + "\n" + render.table(("", "x-ray", "formula"), rows, "<>>") + hint
+
+
+def sizes_of(stage: Stage, text: str) -> dict[str, int]:
+    wanted = stage.family.SIZES
+    values = text.replace("x", ",").split(",")
+    if len(values) != len(wanted) or not all(value.strip().isdigit() for value in values):
+        count = f"{len(wanted)} whole number{'s' if len(wanted) > 1 else ''}"
+        raise UsageError(f"--size {text}: allowed: {count}, {','.join(wanted)} of {stage.family.CALL}")
+    return stage.sizes(tuple(map(int, values)))
+
+
+def dtype_of(stage: Stage, name: str) -> torch.dtype:
+    allowed = {_dtype_name(dtype): dtype for dtype in stage.family.DTYPES}
+    if name not in allowed:
+        raise UsageError(f"--dtype {name}: allowed: {', '.join(allowed)}")
+    return allowed[name]
+
+
+def pick_device(name: str | None) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise NotAvailable("--device cuda: this torch finds no GPU here; without the option the CPU device is used")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(values: Iterable[object]) -> str:
+    return " x ".join(map(str, values))
+
+
+def _figure(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parser
+
+
+def parser() -> argparse.ArgumentParser:
+    def layout(prog: str) -> argparse.HelpFormatter:
+        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=render.WIDTH)
+
+    top = argparse.ArgumentParser(
+        prog="python -m stages",
+        description="GPU kernels as a course: build, run, check, x-ray and measure one stage at a time.",
+        epilog="A stage is named by its number (12), its name (matmul_shared) or the beginning of either.\n"
+        "Start with:  python -m stages run 00",
+        formatter_class=layout,
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, function: Any, summary: str, example: str, detail: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description="\n\n".join(filter(None, (summary[0].upper() + summary[1:] + ".", detail))),
+            epilog=f"example:  {top.prog} {example}",
+            formatter_class=layout,
+        )
+        sub.set_defaults(command=function)
+        return sub
+
+    def add_device(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+
+    command("list", list_stages, "list all stages", "list")
+
+    sub = command("info", info, "show what a stage does, by its header and its declarations", "info 12")
+    sub.add_argument("stage", help=STAGE_HELP)
+
+    sub = command("build", build_stages, "build stages ahead of their first use", "build 10 11 12")
+    sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP + "; or all")
+    sub.add_argument("--variant", action="append", choices=VARIANTS, help="only this module; may be repeated")
+    sub.add_argument("--jobs", "-j", type=int, help="compilers at a time; default: one a core")
+    sub.add_argument("--force", action="store_true", help="build what is up to date, too")
+
+    sub = command(
+        "run",
+        run,
+        "build and run a stage, check it against float64, x-ray it",
+        "run 12",
+        "Runs forward and backward in each dtype, on sizes that fit the tiles and on sizes that do not.\n"
+        "Exit code 1 if anything is further from the float64 reference than it may be, NaN included,\n"
+        "or if the x-ray finds a fault.",
+    )
+    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("--size", action="append", help="a problem of your own, such as 33,31,127; may be repeated")
+    sub.add_argument("--dtype", help="only this dtype, such as float32")
+    add_device(sub)
+
+    detail = "What follows the stage goes to pytest."
+    sub = command("test", test, "run the tests of a stage", "test 12 -k gradient", detail)
+    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("pytest", nargs=argparse.REMAINDER, help="options for pytest")
+
+    sub = command(
+        "xray",
+        xray_stage,
+        "count every access to memory that a stage makes, and name its faults",
+        "xray 12 --size 64,48,80 --schedule reverse",
+        "Runs on the CPU device; a GPU is not needed. Exit code 1 if there is a fault.",
+    )
+    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("--size", help="the problem, such as 64,48,80")
+    sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--schedule", choices=xray.SCHEDULES, default="forward", help="the order of blocks and threads")
+    sub.add_argument("--seed", type=int, default=0, help="of a random schedule")
+    sub.add_argument("--json", action="store_true", help="all records as JSON")
+
+    sub = command(
+        "bench",
+        bench_stage,
+        "measure a stage: on a GPU beside what you would call instead",
+        "bench 12 --size 1024,1024,1024 --dtype bfloat16 --plot bench.png",
+        "On a GPU: medians of CUDA events over rotated inputs, the incumbent (float32 without TF32), and\n"
+        "the percentage of the card's limit, measured in the same run. Without one: what the CPU device\n"
+        "itself costs.",
+    )
+    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
+    sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--json", action="store_true", help="the records as JSON")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
+    add_device(sub)
+
+    sub = command("diff", diff_stages, "show the lesson between two stages: two ideas and what changed", "diff 11 12")
+    sub.add_argument("before", help=STAGE_HELP)
+    sub.add_argument("after", help=STAGE_HELP)
+
+    summary = "show the facts of the GPU and of the CPU device that a kernel's author needs"
+    command("device", device_facts, summary, "device")
+    return top

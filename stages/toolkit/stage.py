@@ -1,0 +1,140 @@
+"""A stage: one kernel, the operator that runs it, and what is declared about it."""
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stages.toolkit import build, xray
+from stages.toolkit.errors import StageNotFound
+from stages.toolkit.kernels import Kernels
+from stages.toolkit.report import Counts, Report
+
+
+class Stage:
+    """What `stages.load` gives. The family's function is an attribute: `stages.load("12").matmul(a, b)`.
+
+    Args:
+        file: The `__file__` of the stage's `stage.py`.
+        family: The module of `stages.families` whose function the stage computes.
+        lesson: What the stage teaches, in one line.
+        cost: The closed forms of the kernel's header, as a function of the family's sizes and the bytes of an element.
+            They hold for sizes that are multiples of `aligned`.
+        aligned: See `cost`.
+        registers: How many registers a thread may use, for any dtype; the build check refuses more.
+        spills: Whether the kernel is allowed to keep values in local memory.
+        bench: Sizes for `bench`, where those of the family do not fit: {"cpu": ((256, 256, 256),)}.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        *,
+        family: ModuleType,
+        lesson: str,
+        cost: Callable[..., Counts],
+        aligned: tuple[int, ...],
+        registers: int,
+        spills: bool = False,
+        bench: dict[str, tuple[tuple[int, ...], ...]] | None = None,
+    ) -> None:
+        self.folder = Path(file).resolve().parent
+        self.name = self.folder.name  # "12_matmul_shared"
+        self.number, _, self.operator = self.name.partition("_")  # "12", "matmul_shared"
+        self.family = family
+        self.lesson = lesson
+        self.cost = cost
+        self.aligned = aligned
+        self.registers = registers
+        self.spills = spills
+        self.bench = {**family.BENCH, **(bench or {})}
+        self.kernels = Kernels(self.name)
+        self.function = family.define(self.operator, self.kernels)
+        setattr(self, family.NAME, self.function)
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.name}>"
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "kernel.cu"
+
+    @cached_property
+    def title(self) -> str:
+        """The first line of the kernel's header: "matmul through shared memory"."""
+        return re.sub(r"^// Stage \d+: ", "", self.source.read_text(encoding="utf-8").partition("\n")[0])
+
+    @cached_property
+    def header(self) -> dict[str, str]:
+        """The sections of the kernel's header: Problem, Before, Idea, Mapping, Cost, Limits, Run."""
+        return parse_header(self.source.read_text(encoding="utf-8"))
+
+    def sizes(self, values: tuple[int, ...]) -> dict[str, int]:
+        """Sizes under the family's names: (64, 48, 80) as {"M": 64, "N": 48, "K": 80}."""
+        return dict(zip(self.family.SIZES, values, strict=True))
+
+    def xray(self, *arguments: Any, schedule: str = "forward", seed: int = 0, trace: int = 0) -> Report:
+        """Call the function once under the x-ray and return the report; the arguments are CPU tensors."""
+        with xray.recording(schedule, seed, trace) as report:
+            self.function(*arguments)
+        return report
+
+
+def parse_header(source: str) -> dict[str, str]:
+    """The sections of the comment that opens a kernel, by their headings, each as lines without comment marks."""
+    sections: dict[str, list[str]] = {}
+    for line in source.splitlines()[1:]:
+        if not line.startswith("//"):
+            break
+        if heading := re.match(r"// ([A-Z][a-z]+) +(\S.*)", line):
+            sections[heading[1]] = [heading[2]]
+        elif sections and (text := re.sub(r"^// {0,11}", "", line).rstrip("/ ")):
+            list(sections.values())[-1].append(text)
+    return {heading: "\n".join(lines) for heading, lines in sections.items()}
+
+
+def names() -> list[str]:
+    """The names of all stages, in order."""
+    return build.stage_names()
+
+
+def find(name: str) -> str:
+    """The full name of a stage, from its number, its name with or without the number, or an unambiguous beginning.
+
+    Raises:
+        StageNotFound: None, or more than one, is called so. The text lists the nearest names.
+    """
+    known, wanted = names(), str(name).strip().strip("/").lower()
+    short = {full: full.partition("_")[2] for full in known}
+    exact = [full for full in known if wanted in (full, short[full], full.partition("_")[0])]
+    begun = [full for full in known if wanted and (full.startswith(wanted) or short[full].startswith(wanted))]
+    found = exact or begun
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise StageNotFound(f"stage {name!r} could be any of: {', '.join(found)}")
+    candidates = {word: full for full in known for word in (short[full], full, full.partition("_")[0])}
+    near = list(dict.fromkeys(candidates[word] for word in difflib.get_close_matches(wanted, candidates, 6, 0.4)))
+    hint = f"nearest: {', '.join(near[:3])}" if near else f"there are: {', '.join(known)}"
+    raise StageNotFound(f"no stage is called {name!r}; {hint}")
+
+
+def load(name: str) -> Stage:
+    """A stage, ready to call. Its kernels are built, where that is needed, at the first call.
+
+    Args:
+        name: Its number ("12"), its name ("12_matmul_shared" or "matmul_shared"), or an unambiguous beginning.
+
+    Raises:
+        StageNotFound: None, or more than one, is called so. The text lists the nearest names.
+
+    Example:
+        >>> import stages
+        >>> stages.load("12")
+        <Stage 12_matmul_shared>
+    """
+    return importlib.import_module(f"stages.{find(name)}.stage").stage

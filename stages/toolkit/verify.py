@@ -1,0 +1,62 @@
+"""Comparison of a stage with its family's float64 reference, forward and backward."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stages.toolkit.stage import Stage
+
+
+@dataclass(frozen=True)
+class Result:
+    """How far one output or gradient is from the truth."""
+
+    what: str  # "output", or "gradient of a"
+    dtype: torch.dtype
+    sizes: dict[str, int]
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # false for NaN, too
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """r = |x - ref| / |ref|, over all elements. NaN if either has one; 0 where both are zero or empty."""
+    difference = (result.double() - reference).norm().item()
+    return difference / reference.norm().item() if reference.any() else difference
+
+
+def verify(
+    stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> list[Result]:
+    """Run the stage on a random problem and compare its output and its gradients with the float64 reference.
+
+    The reference is evaluated on the rounded inputs, so that only the kernel's own error counts.
+    """
+    family = stage.family
+    arguments = family.make(sizes, dtype, device, seed)
+    names = list(inspect.signature(stage.function).parameters)
+
+    # The same arguments twice: for the kernel, and in float64 for the reference.
+    given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+    truth = [x.detach().double().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+    output, expected = stage.function(*given), family.reference(*truth)
+
+    generator = torch.Generator(output.device).manual_seed(seed + 1)
+    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(dtype)
+    output.backward(grad)
+    expected.backward(grad.double())
+
+    tolerance = family.tolerance(sizes, dtype)
+    pairs = [("output", "output", output.detach(), expected.detach())]
+    pairs += [
+        (f"gradient of {name}", name, x.grad, ref.grad)
+        for name, x, ref in zip(names, given, truth, strict=True)
+        if isinstance(x, Tensor)
+    ]
+    return [Result(what, dtype, dict(sizes), relative_error(x, ref), tolerance[key]) for what, key, x, ref in pairs]

@@ -1,0 +1,22 @@
+"""What all tests share: the devices to run on, and outputs that hold NaN until a kernel writes them."""
+
+import pytest
+import torch
+
+from stages.toolkit import operator
+
+pytest.register_assert_rewrite("stage_cases", "matmul_cases")
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request) -> str:
+    """The CPU device, and a GPU where there is one."""
+    return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch) -> None:
+    """Fill every output with NaN before the kernel runs: one that writes nothing, or not everything, is found out."""
+    monkeypatch.setattr(operator, "empty", lambda shape, like: like.new_full(shape, float("nan")))

@@ -1,0 +1,225 @@
+// Kernels with one planted fault each, and their correct twins. The line of a fault ends in a comment that names it:
+// tests/test_simt_faults.py holds the x-ray to that line.
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/view.h"
+
+using In = View<const float, 1>;
+using Out = View<float, 1>;
+constexpr int N = 64;  // threads of a block: two warps
+
+// ---- races in shared memory ---------------------------------------------------------------------------------------
+template <bool BARRIER>
+__global__ void neighbour(In x, Out y) {
+  __shared__ float tile[N];
+  tile[threadIdx.x] = x(threadIdx.x);
+  if (BARRIER) __syncthreads();
+  y(threadIdx.x) = tile[N - 1 - threadIdx.x];  // fault: no_barrier
+}
+
+template <bool BARRIER>
+__global__ void reuse(In x, Out y) {
+  __shared__ float tile[N];
+  float sum = 0;
+  for (int step = 0; step < 3; ++step) {
+    tile[threadIdx.x] = x(threadIdx.x) * float(step);  // fault: no_second_barrier
+    __syncthreads();
+    sum += tile[(threadIdx.x + 32) % N];
+    if (BARRIER) __syncthreads();
+  }
+  y(threadIdx.x) = sum;
+}
+
+template <bool BARRIER>
+__global__ void lanes(In x, Out y) {
+  __shared__ float tile[N];
+  tile[threadIdx.x] = x(threadIdx.x);
+  if (BARRIER) __syncwarp();
+  y(threadIdx.x) = tile[threadIdx.x ^ 1];  // fault: no_warp_barrier
+}
+
+template <bool BOTH>
+__global__ void half_warps(In x, Out y) {
+  __shared__ float tile[N];
+  const unsigned half = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
+  tile[threadIdx.x] = x(threadIdx.x);
+  __syncwarp(half);
+  y(threadIdx.x) = tile[threadIdx.x ^ (BOTH ? 16 : 1)];  // fault: other_half
+}
+
+__global__ void same_word(In x, Out y) {
+  __shared__ float word;
+  word = x(threadIdx.x);  // fault: same_word
+  __syncthreads();
+  y(threadIdx.x) = word;
+}
+
+// ---- races between blocks -----------------------------------------------------------------------------------------
+__global__ void blocks_write(In x, Out y) {
+  y(threadIdx.x) = x(blockIdx.x);  // fault: blocks_write
+}
+
+__global__ void block_reads(In x, Out y) {
+  const int i = blockIdx.x * N + threadIdx.x;
+  y(i) = x(i);
+  const int other = (i + N) % int(y.size[0]);
+  if (x(i) > 1e30f) y(i) = 0;
+  else y(i) += 0 * y(other);  // fault: block_reads
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------
+__global__ void read_past(In x, Out y) {
+  const int i = threadIdx.x;
+  y(i) = x(i + 1);  // fault: read_past
+}
+
+__global__ void read_before(In x, Out y) {
+  const int i = threadIdx.x;
+  y(i) = x(i - 1);  // fault: read_before
+}
+
+__global__ void write_past(In x, Out y) {
+  const int i = threadIdx.x;
+  y(i) = x(i);
+  if (i == N - 1) y(i + 1) = 0;  // fault: write_past
+}
+
+__global__ void read_gap(In x, Out y) {
+  const int i = threadIdx.x;
+  y(i) = (&x(i))[1];  // fault: read_gap
+}
+
+__global__ void read_far(In x, Out y) {
+  const int64_t far = int64_t(1) << 28;
+  y(threadIdx.x) = x(far + threadIdx.x);  // fault: read_far
+}
+
+__global__ void write_input(In x, Out y) {
+  const_cast<float&>(x(threadIdx.x)) = 1;  // fault: write_input
+  y(threadIdx.x) = 0;
+}
+
+__global__ void shared_past(In x, Out y) {
+  __shared__ float tile[N];
+  tile[threadIdx.x] = x(threadIdx.x);
+  __syncthreads();
+  const float* end = tile + threadIdx.x;
+  y(threadIdx.x) = end[1];  // fault: shared_past
+}
+
+__global__ void unwritten_shared(In x, Out y) {
+  __shared__ float tile[N];
+  if (threadIdx.x < N - 1) tile[threadIdx.x] = x(threadIdx.x);
+  __syncthreads();
+  y(threadIdx.x) = tile[threadIdx.x];  // fault: unwritten_shared
+}
+
+__global__ void unwritten_output(In x, Out y) {
+  y(threadIdx.x) += x(threadIdx.x);  // fault: unwritten_output
+}
+
+__global__ void misaligned(In x, Out y) {
+  const float4 v = *reinterpret_cast<const float4*>(&x(threadIdx.x + 1));  // fault: misaligned
+  y(threadIdx.x) = v.x;
+}
+
+// ---- waiting for ever ---------------------------------------------------------------------------------------------
+__global__ void divergent(In x, Out y) {
+  if (threadIdx.x < 32) {
+    __syncthreads();  // fault: divergent
+  } else {
+    __syncthreads();
+  }
+  y(threadIdx.x) = x(threadIdx.x);
+}
+
+__global__ void deadlock(In x, Out y) {
+  float v = x(threadIdx.x);
+  if (threadIdx.x % 2) {
+    __syncthreads();  // fault: deadlock
+  } else {
+    v = __shfl_xor_sync(0xffffffffu, v, 2);
+  }
+  y(threadIdx.x) = v;
+}
+
+__global__ void spin(In x, Out y) {
+  __shared__ int flag;
+  if (threadIdx.x == 0) flag = 0;
+  __syncthreads();
+  while (atomicAdd(&flag, 0) == 0) {  // fault: spin
+  }
+  y(threadIdx.x) = x(0);
+}
+
+__global__ void endless(In x, Out y) {
+  volatile float v = x(0);
+  while (v == v) {  // fault: endless
+  }
+  y(threadIdx.x) = v;
+}
+
+__global__ void wrong_mask(In x, Out y) {
+  y(threadIdx.x) = __shfl_sync(0x0000ffffu, x(threadIdx.x), 0);  // fault: wrong_mask
+}
+
+// ---- crashes ------------------------------------------------------------------------------------------------------
+__global__ void null_pointer(In x, Out y) {
+  const float* nowhere = &x(0) - (reinterpret_cast<uintptr_t>(&x(0)) - 64) / sizeof(float);
+  y(threadIdx.x) = nowhere[threadIdx.x];  // fault: null_pointer
+}
+
+__global__ void divide(In x, Out y) {
+  volatile int zero = x(0) > 1e30f;
+  y(threadIdx.x) = float(int(threadIdx.x) / zero);  // fault: divide
+}
+
+__global__ void local_memory(In x, Out y) {
+  volatile float much[100000];
+  for (int i = 0; i < 100000; i += 512) much[99999 - i] = x(0);  // fault: local_memory
+  y(threadIdx.x) = much[99999];
+}
+
+__global__ void trap(In x, Out y) {
+  y(threadIdx.x) = x(threadIdx.x);
+  if (threadIdx.x == 40) __trap();  // fault: trap
+}
+
+void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t blocks, Stream stream) {
+  const In x = x_any.as<float>();
+  const Out y = y_any.as<float>();
+  const auto go = [&]<auto Kernel>() { launch<Kernel>({blocks}, dim3(N), 0, stream, x, y); };
+#define KERNEL(key, ...) \
+  if (name == key) return go.operator()<__VA_ARGS__>()
+  KERNEL("neighbour", neighbour<true>);
+  KERNEL("no_barrier", neighbour<false>);
+  KERNEL("reuse", reuse<true>);
+  KERNEL("no_second_barrier", reuse<false>);
+  KERNEL("lanes", lanes<true>);
+  KERNEL("no_warp_barrier", lanes<false>);
+  KERNEL("half_warps", half_warps<false>);
+  KERNEL("other_half", half_warps<true>);
+  KERNEL("same_word", same_word);
+  KERNEL("blocks_write", blocks_write);
+  KERNEL("block_reads", block_reads);
+  KERNEL("read_past", read_past);
+  KERNEL("read_before", read_before);
+  KERNEL("write_past", write_past);
+  KERNEL("read_gap", read_gap);
+  KERNEL("read_far", read_far);
+  KERNEL("write_input", write_input);
+  KERNEL("shared_past", shared_past);
+  KERNEL("unwritten_shared", unwritten_shared);
+  KERNEL("unwritten_output", unwritten_output);
+  KERNEL("misaligned", misaligned);
+  KERNEL("divergent", divergent);
+  KERNEL("deadlock", deadlock);
+  KERNEL("spin", spin);
+  KERNEL("endless", endless);
+  KERNEL("wrong_mask", wrong_mask);
+  KERNEL("null_pointer", null_pointer);
+  KERNEL("divide", divide);
+  KERNEL("local_memory", local_memory);
+  KERNEL("trap", trap);
+  throw std::invalid_argument("no kernel " + name);
+}

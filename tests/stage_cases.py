@@ -1,0 +1,148 @@
+"""The tests that every stage has to pass, whatever it computes."""
+
+import pytest
+import torch
+from conftest import GPU
+from torch import Tensor
+
+from stages.families import FLOATING
+from stages.toolkit import xray
+from stages.toolkit.report import Counts
+from stages.toolkit.stage import Stage
+from stages.toolkit.verify import verify
+
+SCHEDULES = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2), ("random", 3)]
+HEADINGS = ["Problem", "Before", "Idea", "Mapping", "Cost", "Limits", "Run"]
+
+
+@pytest.mark.usefixtures("poisoned")
+class StageCases:
+    """A stage's test file subclasses this, or its family's subclass of it, and says which stage it is about."""
+
+    stage: Stage
+    odd: tuple[int, ...]  # sizes that fit no tile, for the schedules
+    small: tuple[int, ...]  # sizes for gradcheck, which calls the function some hundred times
+
+    def arguments(self, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", **options):
+        """Random arguments of a problem; `requires_grad=True` asks for the gradients of all tensors."""
+        requires_grad = options.pop("requires_grad", False)
+        arguments = self.stage.family.make(self.stage.sizes(sizes), dtype, device, **options)
+        return tuple(x.requires_grad_(requires_grad) if isinstance(x, Tensor) else x for x in arguments)
+
+    def check(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        """Output and gradients against float64."""
+        results = verify(self.stage, self.stage.sizes(sizes), dtype, device)
+        assert [r for r in results if not r.ok] == []
+
+    # ---- what the kernel's header promises
+
+    def test_header_has_its_sections_in_order(self):
+        assert [h for h in HEADINGS if h in self.stage.header] == list(self.stage.header)
+        assert {"Problem", "Idea", "Mapping", "Cost", "Limits", "Run"} <= set(self.stage.header)
+        assert f"python -m stages run {self.stage.number}" in self.stage.header["Run"]
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    @pytest.mark.parametrize("factors", [1, 2, 3])
+    def test_counts_equal_the_closed_forms(self, factors, dtype):
+        # Multiples of the tile, another one in each size, so that no two sizes can be mistaken for each other.
+        sizes = tuple(aligned * (1 + (i + factors) % 3) for i, aligned in enumerate(self.stage.aligned))
+        report = self.stage.xray(*self.arguments(sizes, dtype))
+        expected = self.stage.cost(**self.stage.sizes(sizes), itemsize=dtype.itemsize)
+        assert isinstance(expected, Counts)
+        assert report.counts() == expected
+
+    # ---- on the CPU device, under the x-ray
+
+    def test_no_faults_and_the_same_result_in_every_schedule(self):
+        arguments = self.arguments(self.odd, requires_grad=True)
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        seen = []
+        for schedule, seed in SCHEDULES:
+            with xray.recording(schedule, seed) as report:
+                output = self.stage.function(*arguments)
+                gradients = torch.autograd.grad(output, tensors, output.detach())
+            assert report.launches
+            assert [str(fault) for fault in report.faults] == []
+            seen.append([output, *gradients])
+        for results in seen[1:]:
+            assert all(torch.equal(x, first) for x, first in zip(results, seen[0], strict=True))
+
+    # ---- as a PyTorch operator
+
+    def test_gradients_of_first_and_second_order(self):
+        arguments = self.arguments(self.small, torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(self.stage.function, arguments)
+        assert torch.autograd.gradgradcheck(self.stage.function, arguments)
+
+    def test_opcheck(self, device):
+        operator = getattr(torch.ops.stages, self.stage.operator).default
+        for requires_grad in (False, True):
+            torch.library.opcheck(operator, self.arguments(self.odd, device=device, requires_grad=requires_grad))
+
+    def test_compiles_without_a_graph_break(self, device):
+        arguments = self.arguments(self.odd, device=device, requires_grad=True)
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+
+        def wave(*arguments):
+            return torch.sin(self.stage.function(*arguments))
+
+        compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")
+        output, expected = compiled(*arguments), wave(*arguments)
+        assert torch.equal(output, expected)
+        for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (output, expected)), strict=True):
+            torch.testing.assert_close(x, y)
+
+    def test_meta_tensors_give_the_shape(self):
+        arguments = self.arguments(self.odd)
+        meta = [x.to("meta") if isinstance(x, Tensor) else x for x in arguments]
+        assert self.stage.function(*meta).shape == self.stage.function(*arguments).shape
+
+    # ---- on a GPU
+
+    @GPU
+    def test_current_stream(self):
+        arguments = self.arguments(self.odd, device="cuda")
+        expected = self.stage.function(*arguments)
+        late = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in arguments]
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # the inputs arrive late, on this stream: another would not wait for them
+            for x, y in zip(late, arguments, strict=True):
+                if isinstance(x, Tensor):
+                    x.copy_(y)
+            output = self.stage.function(*late)
+        stream.synchronize()
+        assert torch.equal(output, expected)
+
+    @GPU
+    def test_cuda_graph(self):
+        arguments = self.arguments(self.odd, device="cuda")
+        self.stage.function(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.stage.function(*arguments)
+        for x, y in zip(arguments, self.arguments(self.odd, device="cuda", seed=7), strict=True):
+            if isinstance(x, Tensor):
+                x.copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, self.stage.function(*arguments))
+
+    @GPU
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_second_gpu(self):
+        arguments = self.arguments(self.odd, device="cuda:1")
+        assert torch.cuda.current_device() == 0
+        first = [x.to("cuda:0") if isinstance(x, Tensor) else x for x in arguments]
+        assert torch.equal(self.stage.function(*arguments).cpu(), self.stage.function(*first).cpu())
+
+
+def same(result: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit but for the sign of zero; NaN counts as equal to NaN."""
+    return result.shape == expected.shape and torch.allclose(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def free_gpu_memory() -> float:
+    """Bytes that can still be had on the GPU; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0.0

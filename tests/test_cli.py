@@ -1,0 +1,197 @@
+"""The command line: every command, its answers and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import stages
+from stages.toolkit import bench, build, cli
+
+COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "diff", "device"]
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command in this process: its exit code, what it printed, what it complained."""
+
+    def run(*arguments):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:  # argparse
+            code = end.code
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_module_runs():
+    command = [sys.executable, "-m", "stages", "list"]
+    assert "matmul_shared" in subprocess.check_output(command, cwd=build.PACKAGE.parent, text=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command, call):
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert f"example:  python -m stages {command}" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_help_lists_every_command(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(f"\n    {command} " in out for command in COMMANDS)
+    assert call()[0] == 2
+
+
+def test_list(call):
+    code, out, _ = call("list")
+    assert code == 0
+    for name in stages.names():
+        assert f"{name[:2]}  {name[3:]}" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_info(name, call):
+    code, out, _ = call("info", name[:2])
+    assert code == 0
+    stage = stages.load(name)
+    assert out.startswith(f"{name}: {stage.title}\n")
+    assert stage.header["Idea"].splitlines()[0] in out
+    assert f"stages.load('{stage.operator}').{stage.family.CALL}" in out
+
+
+@pytest.mark.parametrize("command", ["info", "build", "run", "test", "xray", "bench"])
+def test_an_unknown_stage_is_answered_with_the_nearest(command, call):
+    code, _, complaint = call(command, "matmul_sharde")
+    assert code == 2
+    assert complaint == "error: no stage is called 'matmul_sharde'; nearest: 12_matmul_shared, " + complaint[63:]
+
+
+def test_build(call, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "build", lambda *names, **options: asked.append((*names, options)))
+    assert call("build", "12", "0", "--variant", "simt", "-j", "1")[0] == 0
+    assert asked[0] == (["12_matmul_shared", "00_axpy"], ["simt"], {"jobs": 1, "force": False})
+    assert call("build", "all", "--force")[0] == 0
+    assert asked[1] == (stages.names(), None, {"jobs": None, "force": True})
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_run(name, call):
+    code, out, _ = call("run", name, "--device", "cpu")
+    assert code == 0
+    assert out.endswith(f"{name}: passed\n")
+    assert "No faults." in out and "WRONG" not in out
+    assert all(dtype in out for dtype in ("float64", "float32", "float16", "bfloat16"))
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_run_fails_when_the_kernel_is_wrong(call, tmp_path):
+    path = tmp_path / "fake.py"
+    path.write_text("def matmul(a, b, c, stream): c.fill_(float('nan'))\n")
+    with stages.load("12").kernels.replaced(simt=path):
+        code, out, _ = call("run", "12", "--device", "cpu", "--size", "4,5,6", "--dtype", "float32")
+    assert code == 1
+    assert "WRONG: output, {'M': 4, 'N': 5, 'K': 6}, float32: error nan" in out
+    assert out.endswith("12_matmul_shared: FAILED\n")
+
+
+def test_test_runs_the_tests_of_the_stage(call, monkeypatch):
+    commands = []
+    monkeypatch.setattr(subprocess, "call", lambda command, cwd: commands.append(command) or 5)
+    code, _, _ = call("test", "12", "-k", "views")
+    assert code == 5
+    assert commands[0][1:3] == ["-m", "pytest"]
+    assert commands[0][3].endswith("tests/test_12_matmul_shared.py")
+    assert commands[0][4:] == ["-k", "views"]
+
+
+def test_xray(call):
+    code, out, _ = call("xray", "12", "--size", "64,48,80", "--schedule", "random", "--seed", "3")
+    assert code == 0
+    assert "schedule random, seed 3" in out
+    assert "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum" in out
+
+
+def test_xray_as_json(call):
+    code, out, _ = call("xray", "12", "--size", "32,64,96", "--dtype", "bfloat16", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["sizes"] == {"M": 32, "N": 64, "K": 96} and data["dtype"] == "bfloat16"
+    expected = stages.load("12").cost(M=32, N=64, K=96, itemsize=2)
+    assert data["counts"] == vars(expected)
+
+
+def test_bench(call, tmp_path):
+    plot = tmp_path / "bench.png"
+    options = ("--device", "cpu", "--size", "16,16,16", "--size", "33,20,1", "--plot", str(plot))
+    code, out, _ = call("bench", "12", *options)
+    assert code == 0
+    assert "16 x 16 x 16" in out and "33 x 20 x 1" in out and "ns a thread" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = call("bench", "12", "--device", "cpu", "--size", "16,16,16", "--json")
+    (record,) = json.loads(out)
+    assert record["stage"] == "12_matmul_shared" and record["sizes"] == {"M": 16, "N": 16, "K": 16}
+    assert record["ms"] > 0 and record["xray_ms"] > 0 and record["threads"] >= 256
+
+
+def test_plot_of_records_from_a_gpu(tmp_path):
+    record = {"stage": "12_matmul_shared", "device": "cuda", "dtype": "float32", "card": "a card", "sizes": {"M": 1}}
+    record |= {"ms": 1.0, "incumbent": "torch.matmul", "incumbent_ms": 0.5}
+    bench.plot([record], tmp_path / "bench.svg")
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_diff(call, monkeypatch):
+    code, out, _ = call("diff", "11", "12")
+    assert code == 0
+    assert "\033" not in out  # no terminal, no colour
+    assert all(stages.load(n).header["Idea"].splitlines()[0] in out for n in ("11", "12"))
+    assert "+++ stages/12_matmul_shared/kernel.cu" in out and "\n+" in out and "\n-" in out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert "\033[32m+" in call("diff", "11", "12")[1]
+    assert "The code is the same." in call("diff", "12", "12")[1]
+
+
+def test_device(call):
+    code, out, _ = call("device")
+    assert code == 0
+    assert "The CPU device" in out and "cores used" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("xray", "12", "--size", "3,4"), "--size 3,4: allowed: 3 whole numbers, M,N,K of matmul(a, b)"),
+        (("run", "00", "--size", "many"), "--size many: allowed: 1 whole number, N of axpy(alpha, x, y)"),
+        (("bench", "12", "--dtype", "int8"), "--dtype int8: allowed: float64, float32, float16, bfloat16"),
+    ],
+)
+def test_wrong_options(arguments, words, call):
+    code, _, complaint = call(*arguments)
+    assert code == 2
+    assert complaint == f"error: {words}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "complaint"),
+    [
+        (stages.BuildError("no compiler"), 1, "error: no compiler\n"),
+        (stages.KernelFault("deadlock"), 1, "error: deadlock\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+    ids=["build", "fault", "ctrl-c"],
+)
+def test_failures_are_short(error, code, complaint, call, monkeypatch):
+    def fail(*names):
+        raise error
+
+    stage = stages.load("12")
+    monkeypatch.setattr(stage.kernels, "_modules", {})
+    monkeypatch.setattr(build, "ensure", fail)
+    result = call("xray", "12")
+    assert (result[0], result[2]) == (code, complaint)

@@ -1,0 +1,229 @@
+"""The operators as such: how stages are found and loaded, what a call costs, how failures come out."""
+
+import doctest
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import stages
+from stages.families import axpy, matmul
+from stages.toolkit import build, kernels, operator, stage, verify, xray
+
+NAMES = stages.names()
+
+
+# ---- finding a stage
+
+
+@pytest.mark.parametrize("name", ["12", "12_matmul_shared", "matmul_shared", "matmul_s", "12_m", " 12_Matmul_Shared/"])
+def test_a_stage_has_several_names(name):
+    assert stages.load(name) is stages.load("12")
+    assert stages.load(name).name == "12_matmul_shared"
+
+
+def test_names_are_sorted_and_load():
+    assert sorted(NAMES) == NAMES
+    assert [stages.load(name).name for name in NAMES] == NAMES
+    assert [stages.load(name).number for name in NAMES] == [name[:2] for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("matmul_sharde", "no stage is called 'matmul_sharde'; nearest: 12_matmul_shared"),
+        ("matmul", "'matmul' could be any of: 10_matmul_naive, 11_matmul_coalesced, 12_matmul_shared"),
+        ("qwertz", "no stage is called 'qwertz'; there are: 00_axpy, "),
+        ("", "no stage is called ''"),
+    ],
+)
+def test_unknown_stages_are_answered_with_the_nearest(name, words):
+    with pytest.raises(stages.StageNotFound, match=words):
+        stages.load(name)
+
+
+def test_importing_the_package_takes_little_more_than_torch():
+    code = "import time, torch; start = time.perf_counter(); import stages; print(time.perf_counter() - start)"
+    best = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("item", [stages, stage, xray, axpy, matmul], ids=lambda item: item.__name__)
+def test_the_examples_in_docstrings_run(item):
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    examples = finder.find(item)
+    if hasattr(item, "define"):  # a family: its public function is made for each stage
+        name = next(name for name in NAMES if stages.load(name).family is item)
+        examples += finder.find(stages.load(name).function, item.NAME)
+    assert sum(len(example.examples) for example in examples)
+    for example in examples:
+        runner.run(example)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+# ---- a call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_costs_less_than_ten_microseconds(name, device):
+    """All but the kernel: checks, dispatch, allocation and binding, beside torch.empty_like."""
+    loaded = stages.load(name)
+    empty = loaded.family.make(dict.fromkeys(loaded.family.SIZES, 0), torch.float32, device)
+    like = torch.empty(1, device=device)
+
+    def microseconds(call):
+        def once(repeats=1000):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            return (time.perf_counter() - start) / repeats * 1e6
+
+        return min(once() for _ in range(20))  # the quietest of many: what the call takes, not what else went on
+
+    microseconds(lambda: loaded.function(*empty))
+    own = microseconds(lambda: loaded.function(*empty))
+    assert own - microseconds(lambda: torch.empty_like(like)) < 10
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, device):
+    a = torch.randn(3, 3, device=device, requires_grad=True)
+    with mode():
+        result = stages.load("12").matmul(a, a)
+    assert not result.requires_grad
+    assert torch.equal(result, stages.load("12").matmul(a, a).detach())
+
+
+def test_compiles_with_the_default_backend(device):
+    a, b = torch.randn(33, 20, device=device), torch.randn(20, 31, device=device, requires_grad=True)
+    function = stages.load("12").matmul
+
+    def layer(a, b):
+        return torch.relu(function(a, b) + 1).sum(0)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    torch.testing.assert_close(compiled(a, b), layer(a, b))
+    grads = [torch.autograd.grad(f(a, b).sum(), b)[0] for f in (compiled, layer)]
+    torch.testing.assert_close(*grads)
+
+
+def test_checks_hold_while_tracing():
+    compiled = torch.compile(stages.load("12").matmul, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="as many columns in a as rows in b"):
+        compiled(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_forward_mode_is_refused_and_not_silently_zero():
+    a = torch.ones(2, 2)
+    with pytest.raises(NotImplementedError, match="matmul_shared has no forward-mode derivative"):
+        torch.func.jvp(lambda x: stages.load("12").matmul(x, a), (a,), (a,))
+
+
+# ---- modules: at first use, replaced, faulty
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Stage 12 as if it had not been used yet."""
+    loaded = stages.load("12")
+    monkeypatch.setattr(loaded.kernels, "_modules", {})
+    return loaded
+
+
+def test_a_module_is_built_and_loaded_once(fresh, monkeypatch):
+    asked = []
+    ensure = build.ensure
+    monkeypatch.setattr(build, "ensure", lambda *names: asked.append(names) or ensure(*names))
+    for _ in range(3):
+        fresh.matmul(torch.ones(2, 2), torch.ones(2, 2))
+    assert asked == [("12_matmul_shared", "simt")]
+
+
+def test_a_failed_build_is_told(fresh, monkeypatch):
+    def fail(*names):
+        raise stages.BuildError("no compiler")
+
+    monkeypatch.setattr(build, "ensure", fail)
+    with pytest.raises(stages.BuildError, match="no compiler"):
+        fresh.matmul(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_modules_can_be_replaced_for_a_while(fresh, tmp_path):
+    path = tmp_path / "fake.py"
+    path.write_text("def matmul(a, b, c, stream): c.fill_(7)\n")
+    with fresh.kernels.replaced(simt=path):
+        assert fresh.matmul(torch.ones(1, 1), torch.ones(1, 1)).item() == 7
+    assert fresh.matmul(torch.ones(1, 1), torch.ones(1, 1)).item() == 1
+
+
+def fake(function) -> SimpleNamespace:
+    return SimpleNamespace(matmul=function, __file__=build.ensure("12_matmul_shared", "simt"))
+
+
+def test_a_kernel_fault_names_tensors_and_lines(fresh):
+    class KernelFault(RuntimeError):
+        pass
+
+    def matmul(a, b, c, stream):
+        """matmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, stream: object) -> None"""
+        raise KernelFault("8 bytes past the end of tensor {tensor:1} at {pc:0xffffffff}")
+
+    fresh.kernels._modules["simt"] = fake(matmul)
+    with pytest.raises(stages.KernelFault, match=r"past the end of tensor b at _simt.*\+0xffffffff"):
+        fresh.matmul(torch.ones(1, 1), torch.ones(1, 1))
+
+
+def test_other_errors_of_a_module_stay_as_they_are(fresh):
+    def matmul(a, b, c, stream):
+        raise RuntimeError("CUDA says no")
+
+    fresh.kernels._modules["simt"] = fake(matmul)
+    with pytest.raises(RuntimeError, match="CUDA says no") as caught:
+        fresh.matmul(torch.ones(1, 1), torch.ones(1, 1))
+    assert type(caught.value) is RuntimeError
+
+
+# ---- the comparison itself
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda a, b, c, stream: None,
+        lambda a, b, c, stream: c.zero_(),
+        lambda a, b, c, stream: c[1:].copy_((a @ b)[1:]),
+        lambda a, b, c, stream: c.copy_((a.bfloat16() @ b.bfloat16()).float()),
+        lambda a, b, c, stream: c.copy_((a @ b) * (1 + 1e-5)),
+    ],
+    ids=["does nothing", "zeros", "leaves out a row", "rounds to bfloat16", "slightly wrong"],
+)
+def test_a_wrong_kernel_is_found_out(fresh, kernel):
+    fresh.kernels._modules["simt"] = fake(kernel)
+    results = verify.verify(fresh, {"M": 9, "N": 8, "K": 7}, torch.float32)
+    assert [r.what for r in results] == ["output", "gradient of a", "gradient of b"]
+    assert not any(r.ok for r in results)
+
+
+def test_errors_are_relative_and_let_no_nan_pass():
+    ones = torch.ones(4, dtype=torch.float64)
+    assert verify.relative_error(ones * 1.5, ones) == 0.5
+    assert verify.relative_error(ones * 0, ones * 0) == 0
+    assert verify.relative_error(ones, ones * 0) > 0
+    for bad in (float("nan"), float("inf")):
+        broken = ones.clone()
+        broken[2] = bad
+        result = verify.Result("output", torch.float64, {}, verify.relative_error(broken, ones), 1.0)
+        assert not result.ok
+
+
+def test_outputs_are_allocated_in_one_place():
+    source = "".join(path.read_text() for path in Path(matmul.__file__).parent.glob("*.py"))
+    assert "operator.empty(" in source
+    assert not any(call in source for call in ("torch.empty", "new_empty", "empty_like", "zeros("))
+    assert operator.empty((2, 3), like=torch.ones(1, dtype=torch.float16)).dtype is torch.float16
+    assert kernels.recorder is None
