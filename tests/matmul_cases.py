@@ -95,6 +95,12 @@ class MatmulCases(StageCases):
         assert view.is_neg()
         assert same(self.stage.matmul(view, view), self.stage.matmul(-z.imag.contiguous(), -z.imag.contiguous()))
 
+    @pytest.mark.parametrize("sizes", [(65536 * 32 + 1, 1), (1, 65536 * 32 + 1)], ids=["tall", "wide"])
+    def test_more_blocks_than_a_grid_has_in_y_or_z(self, sizes, device):
+        inner = 1 if device == "cuda" else 0  # on the CPU device without the work
+        a, b = torch.ones(sizes[0], inner, device=device), torch.ones(inner, sizes[1], device=device)
+        assert (self.stage.matmul(a, b) == inner).all()
+
     @GPU
     @pytest.mark.skipif(free_gpu_memory() < 20e9, reason="needs 20 GB of GPU memory")
     def test_strides_past_two_to_the_31(self):

@@ -77,6 +77,12 @@ class TestAxpy(StageCases):
         assert result[-1] == 17.0
         assert (result[:-1] == 5.0).all()
 
+    def test_compiled_with_several_alphas(self, device):
+        x, y = torch.randn(2, 40, device=device)
+        compiled = torch.compile(self.stage.axpy, fullgraph=True, backend="aot_eager")
+        for alpha in (2.5, -1.0, 3, 0.1):
+            assert torch.equal(compiled(alpha, x, y), self.stage.axpy(alpha, x, y))
+
     def test_wrong_arguments(self):
         x = torch.ones(3)
         for alpha, a, b, error, words in (

@@ -128,3 +128,12 @@ def test_a_missing_barrier_is_a_race_between_two_lines(broken):
     assert max(map(len, report.text().splitlines())) <= render.WIDTH
     with pytest.raises(stages.KernelFault, match="race: kernel.cu"):
         report.raise_if_faulty()
+
+
+def test_a_fault_that_ends_the_kernel_is_an_exception_with_lines(broken):
+    barrier = "__syncthreads();  // both"
+    with pytest.raises(stages.KernelFault, match=r"kernel\.cu:\d+") as caught:
+        broken(barrier, f"if (y != 0) {barrier}")
+    assert "{pc" not in str(caught.value)
+    a, b = torch.randn(33, 20), torch.randn(20, 31)
+    torch.testing.assert_close(stages.load("12").matmul(a, b), a @ b)  # the next launch works

@@ -617,7 +617,6 @@ XrayWorker* xray_attach(Worker& worker) {
   if (state.launch->dynamic_shared) {
     add(uintptr_t(worker.dynamic_shared), state.launch->dynamic_shared, Target::shared, -1, true);
   }
-  add(uintptr_t(worker.tls), module().tls_size, Target::ignored, -1, false);
   add(module().low, module().high - module().low, Target::ignored, -1, false);
   return x;
 }

@@ -19,7 +19,7 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=matmul,
-    lesson="a thread for each output, and rows on threadIdx.x: 32 sectors a request",
+    lesson="a thread for each output, the formula as it stands",
     cost=cost,
     aligned=(32, 16, 16),  # whole warps, and rows of A and C of a sector or more, in 16 bits too
     registers=32,  # 2048 threads, as many as a multiprocessor holds, share 65536

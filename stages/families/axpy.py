@@ -33,8 +33,7 @@ def define(name: str, kernels: Kernels) -> Callable[[float, Tensor, Tensor], Ten
 
     def run(alpha: float, x: Tensor, y: Tensor) -> Tensor:
         out = allocate(alpha, x, y)
-        # The kernel sees one dimension. A view where the strides allow it, otherwise a copy.
-        kernels.launch(NAME, out.device, alpha, x.reshape(-1), y.reshape(-1), out.reshape(-1))
+        kernels.launch(NAME, out.device, alpha, flat(x), flat(y), flat(out))
         return out
 
     combine = operator.register(
@@ -87,6 +86,11 @@ def check(alpha: float, x: Tensor, y: Tensor) -> None:
 def allocate(alpha: float, x: Tensor, y: Tensor) -> Tensor:
     """The output, contiguous, its values still to come."""
     return operator.empty(x.shape, like=x)
+
+
+def flat(x: Tensor) -> Tensor:
+    """One dimension, as the kernel wants it: a view where the strides allow it, otherwise a copy."""
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def save(ctx, inputs: tuple[float, Tensor, Tensor], output: Tensor) -> None:

@@ -15,8 +15,7 @@ from stages.toolkit import xray
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
 
-WARMUPS = 10
-REPEATS = 50
+REPEATS = 50  # at most
 
 
 def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -79,8 +78,6 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "tflops": operations / own / 1e9,
         "copy_gbytes_per_s": bandwidth / 1e9,
         "matmul_tflops": rate / 1e12,
-        "warmups": WARMUPS,
-        "repeats": REPEATS,
     }
 
 
@@ -92,10 +89,15 @@ def _rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:
     return [tuple(x.clone() if isinstance(x, Tensor) else x for x in arguments) for _ in range(copies)]
 
 
-def gpu_ms(call: Callable, inputs: Sequence[Sequence[object]], repeats: int = REPEATS, warmups: int = WARMUPS) -> float:
-    """The median time of a call on the GPU, by events, over inputs taken in turn."""
-    for i in range(warmups):
-        call(*inputs[i % len(inputs)])
+def gpu_ms(call: Callable, inputs: Sequence[Sequence[object]]) -> float:
+    """The median time of a call on the GPU, by events, over inputs taken in turn: 5 to 50 calls after a warm-up."""
+    _event_times(call, inputs, 1)  # builds, loads, allocates
+    repeats = max(5, min(REPEATS, int(1000 / max(_event_times(call, inputs, 1)[0], 1e-3))))
+    _event_times(call, inputs, repeats // 5)
+    return statistics.median(_event_times(call, inputs, repeats))
+
+
+def _event_times(call: Callable, inputs: Sequence[Sequence[object]], repeats: int) -> list[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     # All calls queue up behind a pause, so that the time between two events is the GPU's and not Python's.
     torch.cuda._sleep(30_000_000)
@@ -104,7 +106,7 @@ def gpu_ms(call: Callable, inputs: Sequence[Sequence[object]], repeats: int = RE
         call(*inputs[i % len(inputs)])
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    return [start.elapsed_time(end) for start, end in events]
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def copy_bandwidth() -> float:
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * size / (gpu_ms(target.copy_, [(source,)], 20, 3) / 1e3)
+    return 2 * size / (gpu_ms(target.copy_, [(source,)]) / 1e3)
 
 
 @cache
@@ -132,7 +134,7 @@ def matmul_rate(dtype: torch.dtype) -> float:
     """Operations a second of torch.matmul at 8192^3 on this card; float32 without TF32."""
     a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
     with exact_float32():
-        return 2 * 8192**3 / (gpu_ms(torch.matmul, [(a, b)], 5, 2) / 1e3)
+        return 2 * 8192**3 / (gpu_ms(torch.matmul, [(a, b)]) / 1e3)
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:

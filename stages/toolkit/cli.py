@@ -52,8 +52,8 @@ def fail(error: object, code: int) -> int:
 
 def list_stages(options: argparse.Namespace) -> int:
     stages = [load(name) for name in names()]
-    rows = [(s.number, s.operator, s.family.CALL, s.lesson) for s in stages]
-    print(render.table(("", "stage", "computes", "teaches"), rows, "<<<<"))
+    rows = [(s.number, s.operator, s.family.NAME, s.lesson) for s in stages]
+    print(render.table(("", "stage", "function", "teaches"), rows, "<<<<"))
     return 0
 
 
@@ -148,7 +148,7 @@ def bench_stage(options: argparse.Namespace) -> int:
     first, sizes = records[0], _sizes(stage.family.SIZES)
     if where == "cuda":
         print(
-            f"{stage.name}, {first['dtype']}, {first['card']}: medians of {first['repeats']} calls\n"
+            f"{stage.name}, {first['dtype']}, {first['card']}: medians, inputs past the L2 cache\n"
             f"  limits, measured now: copy {first['copy_gbytes_per_s']:,.0f} GB/s, "
             f"torch.matmul 8192^3 {first['matmul_tflops']:,.1f} TFLOP/s\n"
             f"  incumbent: {first['incumbent']}\n"
@@ -190,19 +190,24 @@ def xrayed(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, schedule: st
 
 
 def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: Report) -> str:
-    """The counts beside the closed forms of the kernel's header, where these hold."""
-    holds = all(size % aligned == 0 for size, aligned in zip(sizes.values(), stage.aligned, strict=True))
-    counts = asdict(report.counts())
-    formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize)) if holds else dict.fromkeys(counts, 0)
-    rows = [
-        (name.replace("_", " "), f"{count:,}", f"{formulas[name]:,}" if holds else "-")
-        for name, count in counts.items()
-        if count or formulas[name]
-    ]
+    """The counts, beside the closed forms of the kernel's header where these hold."""
     problem = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    hint = "" if holds else f"\n  (the formulas hold for multiples of {', '.join(map(str, stage.aligned))})"
-    head = f"{problem}, {_dtype_name(dtype)}: counts, and the closed forms of the kernel's header"
-    return head + "\n" + render.table(("", "x-ray", "formula"), rows, "<>>") + hint
+    counts = {name: count for name, count in asdict(report.counts()).items() if count}
+    title = f"{problem}, {_dtype_name(dtype)}: the counts"
+    if any(size % aligned for size, aligned in zip(sizes.values(), stage.aligned, strict=True)):
+        aligned = ", ".join(f"{name} of {size}" for name, size in zip(sizes, stage.aligned, strict=True))
+        title += f"\n  (the header's closed forms hold for multiples: {aligned})"
+        header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]
+    else:
+        formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize))
+        title += ", and what the closed forms of the header give"
+        header = ("", "x-ray", "formula")
+        rows = [(name, counts.get(name, 0), formulas[name]) for name in formulas if name in counts or formulas[name]]
+    cells = [
+        (name.replace("_", " "), *(f"{number:,}" for number in numbers), "differs" if len(set(numbers)) > 1 else "")
+        for name, *numbers in rows
+    ]
+    return title + "\n" + render.table((*header, ""), cells, "<" + ">" * (len(header) - 1) + "<")
 
 
 def sizes_of(stage: Stage, text: str) -> dict[str, int]:

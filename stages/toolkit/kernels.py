@@ -1,6 +1,7 @@
 """The compiled modules of a stage: built and loaded at first use, launched on the device of their tensors."""
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ VARIANTS = ("simt", "xray", "cuda")
 # Set while `xray.recording` records: takes the launches for the CPU device, as (kernels, function, arguments).
 recorder = None
 
+_counter = itertools.count(1)
+
 
 class Kernels:
     """The modules `_simt`, `_xray` and `_cuda` of one stage."""
@@ -28,14 +31,17 @@ class Kernels:
     def module(self, variant: str) -> ModuleType:
         """The module of a variant, "simt", "xray" or "cuda"; built if it is missing or older than its sources."""
         if variant not in self._modules:
-            self._modules[variant] = self._load(variant, build.ensure(self.name, variant))
+            path = build.ensure(self.name, variant)
+            self._modules[variant] = load(f"stages.{self.name}._{variant}", path)
         return self._modules[variant]
 
     @contextmanager
     def replaced(self, **paths: Path) -> Iterator[None]:
         """Use other module files for a while, `replaced(simt=path, xray=path)`: how a changed kernel is tried."""
-        saved = dict(self._modules)
-        self._modules.update({variant: self._load(variant, path) for variant, path in paths.items()})
+        saved = self._modules
+        # pybind11 knows modules by name: each file that is not the stage's own gets one of its own.
+        others = {variant: load(f"replaced_{next(_counter)}._{variant}", path) for variant, path in paths.items()}
+        self._modules = saved | others
         try:
             yield
         finally:
@@ -52,11 +58,13 @@ class Kernels:
         else:
             call(self._modules.get("simt") or self.module("simt"), function, arguments)
 
-    def _load(self, variant: str, path: Path) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"stages.{self.name}._{variant}", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+
+def load(name: str, path: Path) -> ModuleType:
+    """The module in a file, under a name that ends in `_simt`, `_xray` or `_cuda`, as the file does."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def call(module: ModuleType, function: str, arguments: tuple[object, ...]) -> None:

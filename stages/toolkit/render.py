@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 WIDTH = 100  # columns at most
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """Columns two blanks apart under their headings, aligned as `align` says, a '<' or '>' for each."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str, shrink: int | None = None) -> str:
+    """Columns two blanks apart under their headings, aligned as `align` says, a '<' or '>' for each.
+
+    The cells of the column `shrink` are cut where the table would be wider than a terminal.
+    """
     rows = [header, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    if shrink is not None:
+        widths[shrink] -= max(0, sum(widths) + 2 * len(widths) - WIDTH)
+        rows = [[cut(cell, widths[i]) if i == shrink else cell for i, cell in enumerate(row)] for row in rows]
     lines = ["  " + "  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)) for row in rows]
     lines.insert(1, "  " + "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
@@ -77,17 +83,18 @@ def _launches(launches: list[Launch], report: Report) -> str:
 def _lines(space: str, sites: list[Site]) -> str:
     rows, last = [], None
     for site in sites:
-        where = (str(site.line), cut(site.line.text, 32)) if str(site.line) != last else ("", "")
+        where = (str(site.line), site.line.text) if str(site.line) != last else ("", "")
         units = (site.sectors,) if space == "global" else (site.wavefronts, site.conflicts)
         numbers = [f"{number:,}" for number in (site.requests, *units)]
-        rows.append((*where, cut(f"{site.op} {site.name}", 16), *numbers, f"{site.per_request:.2f}"))
+        rows.append((*where, f"{site.op} {site.name}", *numbers, f"{site.per_request:.2f}"))
         last = str(site.line)
     if space == "global":
         title = "Global memory: how many sectors of 32 bytes each request of a warp touches"
-        return title + "\n" + table(("line", "source", "access", "requests", "sectors", "each"), rows, "<<<>>>")
+        header = ("line", "source", "access", "requests", "sectors", "each")
+        return title + "\n" + table(header, rows, "<<<>>>", shrink=1)
     title = "Shared memory: how many passes over the 32 banks (wavefronts) each request of a warp takes"
     header = ("line", "source", "access", "requests", "wavefronts", "conflicts", "each")
-    return title + "\n" + table(header, rows, "<<<>>>>")
+    return title + "\n" + table(header, rows, "<<<>>>>", shrink=1)
 
 
 def _tensors(traffic: list[Traffic]) -> str:

@@ -124,7 +124,7 @@ class Fault:
         other = f"{self.other_line}, thread {self.other_thread}" if self.other_line else f"thread {self.other_thread}"
         if self.other_block != self.block:
             other += f" of block {self.other_block}"
-        byte = f"byte {self.offset} of {self.place}"
+        byte = f"byte {self.offset:,} of {self.place}"
         holds = f", which has {self.size:,} bytes" if self.size else ""
         text = {
             "race": f"{here} and {other} touch {byte} with no barrier between them, and at least one writes",

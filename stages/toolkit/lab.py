@@ -1,0 +1,203 @@
+"""Experiments on kernels: change a line, look at the copy with the x-ray, have an answer marked.
+
+>>> from stages.toolkit import lab
+>>> broken = lab.change("12", {"__syncthreads();  // everyone has read before the next step overwrites": ""})
+>>> lab.faults(broken.xray(32, 32, 64))
+
+Changed copies are built, instrumented, into the build's own folder; the file of the stage stays as it is.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stages.toolkit import build, render, stage, verify, xray
+from stages.toolkit.errors import KernelFault
+from stages.toolkit.report import Counts, Fault, Report
+
+SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
+TRACE = 1 << 20  # requests, more than any experiment makes
+HOW = 'Put the lines to change into `answer`, as {"old text": "new text"}, and run this cell again.'
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A stage's kernel, as it stands or changed."""
+
+    stage: stage.Stage
+    source: Path
+
+    @property
+    def changed(self) -> bool:
+        return self.source != self.stage.source
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.stage.name}{', changed' if self.changed else ''}>"
+
+    def arguments(self, *sizes: int, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
+        """Random arguments of a problem of these sizes, the same ones every time."""
+        return self.stage.family.make(self.stage.sizes(sizes), dtype)
+
+    def xray(self, *sizes: int, schedule: str = "forward", seed: int = 0, block: int | None = None) -> Report:
+        """The x-ray of one call in float32. With `block`, a block's linear index or -1 for all, it keeps the trace."""
+        report, _ = self._call(sizes, schedule, seed, block)
+        return report
+
+    def is_right(self, *sizes: int, schedule: str = "forward", seed: int = 0) -> bool:
+        """Whether the result agrees with the float64 reference. What the kernel did not write is NaN, hence wrong."""
+        return self._call(sizes, schedule, seed, None)[1]
+
+    def formula(self, *sizes: int) -> Counts:
+        """The counts that the closed forms of the kernel's header give, in float32."""
+        return self.stage.cost(**self.stage.sizes(sizes), itemsize=4)
+
+    def _call(self, sizes: tuple[int, ...], schedule: str, seed: int, block: int | None) -> tuple[Report, bool]:
+        family, arguments = self.stage.family, self.arguments(*sizes)
+        with ExitStack() as stack:
+            if self.changed:
+                stack.enter_context(self.stage.kernels.replaced(xray=self._module()))
+            trace = {} if block is None else {"trace": TRACE, "trace_block": block}
+            report = stack.enter_context(xray.recording(schedule, seed, **trace))
+            output = self.stage.function(*arguments)
+        report.trace.sort(key=lambda access: access.block)  # blocks run side by side
+        error = verify.relative_error(output, family.reference(*arguments))
+        return report, error <= family.tolerance(self.stage.sizes(sizes), torch.float32)["output"]
+
+    def _module(self) -> Path:
+        return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", self.source.parent)
+
+
+def kernel(name: str) -> Kernel:
+    """The kernel of a stage, by its number or name."""
+    found = stage.load(name)
+    return Kernel(found, found.source)
+
+
+def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
+    """A copy of a kernel with pieces of its text replaced, built so that it can be x-rayed.
+
+    Args:
+        of: A stage's number or name, or a kernel that `change` gave before.
+        changes: Old text and new text. Each old text has to stand in the file exactly once.
+
+    Raises:
+        ValueError: An old text is not in the file, or more than once. The text says where.
+        BuildError: The changed kernel does not compile. The text has the compiler's first lines.
+    """
+    base = of if isinstance(of, Kernel) else kernel(of)
+    text = base.source.read_text(encoding="utf-8")
+    for old, new in changes.items():
+        _check_once(base, text, old)
+        text = text.replace(old, new)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    source = build.OBJECTS / "lab" / f"{base.stage.name}-{digest}" / "kernel.cu"
+    if not source.exists():  # the same text was tried before otherwise
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(text, encoding="utf-8")
+    result = Kernel(base.stage, source)
+    result._module()
+    return result
+
+
+def _check_once(base: Kernel, text: str, old: str) -> None:
+    if not isinstance(old, str) or not old.strip():
+        raise ValueError(f"old text {old!r} is empty; give a line of the kernel, or a part of one that is unique")
+    where = [text.count("\n", 0, i) + 1 for i in range(len(text)) if text.startswith(old, i)]
+    if len(where) == 1:
+        return
+    file = f"stages/{base.stage.name}/kernel.cu" + (" (changed)" if base.changed else "")
+    if where:
+        lines = ", ".join(map(str, where))
+        raise ValueError(f"{old!r} stands {len(where)} times in {file}, on lines {lines}; give more text around it")
+    lines = {line.strip(): number for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+    near = difflib.get_close_matches(old.strip(), lines, 1, 0.4)
+    hint = f"; the nearest is line {lines[near[0]]}: {near[0]!r}" if near else ""
+    raise ValueError(f"{old!r} is not in {file}{hint}")
+
+
+def faults(report: Report) -> str:
+    """The faults of a report as text, one for each pair of lines."""
+    merged: dict[tuple, Fault] = {}
+    for fault in report.faults:  # a line may be several places in the machine's code
+        key = (fault.kind, fault.line and fault.line.number, fault.other_line and fault.other_line.number, fault.place)
+        known = merged.get(key)
+        merged[key] = replace(known, count=known.count + fault.count) if known else fault
+    order = sorted(merged, key=lambda key: (key[1] or 0, key[2] or 0, key[0], key[3]))
+    return render.faults(Report(faults=[merged[key] for key in order]))
+
+
+def predict(guess: float | None, seen: float, what: str) -> None:
+    """Print what the x-ray counted, beside the reader's guess."""
+    if guess is None:
+        print(f"{what}: {seen:,g}. (You made no guess: write a number in place of None above, and run both cells.)")
+    else:
+        print(f"{what}: {seen:,g}. You said {guess:,g}: {'right' if guess == seen else 'not so; why?'}.")
+
+
+def exercise(
+    of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: Mapping[str, int], why: str = ""
+) -> bool:
+    """Mark an answer, the changes to a kernel, with the x-ray: no fault, the right result, no count above `at_most`.
+
+    Args:
+        of: The kernel to start from.
+        answer: Changes as `change` takes them; empty: print how to answer.
+        sizes: The problem that it is tried on.
+        at_most: Names of `Counts`, or "threads", and what may not be passed.
+        why: A sentence for whoever has solved it.
+    """
+    if not answer:
+        print(f"No answer yet. {HOW}")
+        print("Wanted: no faults, the right result, and " + listing(at_most) + ".")
+        return False
+    try:
+        tried = change(of, answer)
+    except (ValueError, build.BuildError) as error:
+        print(f"This cannot be tried: {error}")
+        return False
+    for schedule, seed in SCHEDULES:
+        try:
+            report, right = tried._call(sizes, schedule, seed, None)
+        except KernelFault as error:
+            print(f"Not yet. In the {schedule} schedule the kernel did not end: {error}")
+            return False
+        if report.faults:
+            print(f"Not yet. In the {schedule} schedule the x-ray reports:\n{faults(report)}")
+            return False
+        if not right:
+            print(f"Not yet. No faults, but the result is wrong in the {schedule} schedule.")
+            return False
+    return _mark(report, at_most, why)
+
+
+def exercise_layout(name: str, before: tuple[Tensor, ...], answer: object, at_most: Mapping[str, int], why: str = ""):
+    """Mark another layout of the same tensors: equal values, and no count above `at_most`; like `exercise`."""
+    if answer is None:
+        print("No answer yet. Return the same matrices, laid out otherwise, from `prepare`, and run this cell again.")
+        print("Wanted: the same values, and " + listing(at_most) + ".")
+        return False
+    same = isinstance(answer, tuple) and len(answer) == len(before)
+    if not same or not all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in zip(answer, before, strict=True)):
+        print("Not yet. The matrices must keep their shapes and values: only their places in memory may change.")
+        return False
+    return _mark(stage.load(name).xray(*answer), at_most, why)
+
+
+def _mark(report: Report, at_most: Mapping[str, int], why: str) -> bool:
+    counts = vars(report.counts()) | {"threads": sum(launch.threads for launch in report.launches)}
+    rows = [(name.replace("_", " "), f"{counts[name]:,}", f"{limit:,}") for name, limit in at_most.items()]
+    print(render.table(("", "yours", "at most"), rows, "<>>"))
+    solved = all(counts[name] <= limit for name, limit in at_most.items())
+    print(f"\nSolved. {why}".rstrip() if solved else "\nNot yet: no faults and the right result, but too many.")
+    return solved
+
+
+def listing(at_most: Mapping[str, int]) -> str:
+    """Limits as a phrase: "at most 96 load sectors and 256 threads"."""
+    return "at most " + " and ".join(f"{limit:,} {name.replace('_', ' ')}" for name, limit in at_most.items())

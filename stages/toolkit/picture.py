@@ -1,0 +1,409 @@
+"""What a notebook shows: lines of a kernel from its file, tables, and pictures drawn from the trace of the x-ray.
+
+Pictures stand on a pale panel of their own, so that they read alike on a light and on a dark page.
+"""
+
+import base64
+import difflib
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from stages.toolkit import build, render
+from stages.toolkit.lab import Kernel
+from stages.toolkit.report import SECTOR, Access, Counts, Report
+
+PANEL, INK, FAINT = "#f4f5f7", "#22272e", "#8b949e"
+EMPTY = to_rgb("#dde1e6")  # memory that nobody asks for
+WASTE = to_rgb("#f2b880")  # fetched, because it lies in the same sector as something asked for; not used
+DONE = to_rgb("#b4bcc8")  # touched in an earlier step
+SHARED = to_rgb("#24292f")  # one address that several lanes ask for
+WIDTH, DPI = 9.0, 110  # inches, dots an inch: 990 dots, shown on 760 points of a page
+LANES = [matplotlib.colormaps["viridis"](0.12 + 0.83 * i / 31)[:3] for i in range(32)]
+BLOCKS = [to_rgb(colour) for colour in ("#4c78a8", "#e0803a", "#54a24b", "#b279a2")]
+
+
+class Shown:
+    """Something to see: Markdown in a notebook, plain text in a terminal."""
+
+    def __init__(self, markdown: str, plain: str | None = None) -> None:
+        self.markdown, self.plain = markdown, plain or markdown
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+    def __repr__(self) -> str:
+        return self.plain
+
+
+class Picture:
+    """A drawing, and what it shows in words."""
+
+    def __init__(self, figure: Figure, words: str) -> None:
+        buffer = io.BytesIO()
+        FigureCanvasAgg(figure)
+        figure.savefig(buffer, format="png", dpi=DPI * 2, facecolor=PANEL, metadata={"Software": None})
+        self.png, self.words = buffer.getvalue(), words
+        self.width = round(figure.get_figwidth() / WIDTH * 760)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
+        data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": self.words}
+        return data, {"image/png": {"width": self.width, "alt": self.words}}
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def say(text: str) -> Shown:
+    """A sentence with computed numbers in it."""
+    return Shown(text)
+
+
+def code(kernel: Kernel, first: str, last: str) -> Shown:
+    """The lines of a kernel's file from the first that holds the text `first` to the next that holds `last`."""
+    lines = kernel.source.read_text(encoding="utf-8").splitlines()
+    start = next((i for i, line in enumerate(lines) if first in line), None)
+    end = start is not None and next((i for i in range(start, len(lines)) if last in lines[i]), None)
+    if start is None or end is None or end is False:
+        missing = first if start is None else last
+        raise ValueError(f"no line of stages/{kernel.stage.name}/kernel.cu holds {missing!r}")
+    body = "\n".join(f"{i + 1:3}  {lines[i]}" for i in range(start, end + 1))
+    title = f"stages/{kernel.stage.name}/kernel.cu, lines {start + 1} to {end + 1}"
+    return Shown(f"`{title}`\n```cpp\n{body}\n```", f"{title}\n{body}")
+
+
+def difference(before: Kernel, after: Kernel) -> Shown:
+    """The lines of code that differ between two kernels, without the header comments."""
+    files = [_code_lines(kernel) for kernel in (before, after)]
+    lines = list(difflib.unified_diff(*files, n=0, lineterm=""))[2:]
+    body = "\n".join(line for line in lines if not line.startswith("@@"))
+    return Shown(f"```diff\n{body}\n```", body)
+
+
+def _code_lines(kernel: Kernel) -> list[str]:
+    lines = kernel.source.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("#include"))
+    return [line for line in lines[start:] if line.strip()]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Shown:
+    """A small table: the first column text, the others numbers."""
+    cells = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+    align = "<" + ">" * (len(header) - 1)
+    lines = [header, [":--" if a == "<" else "--:" for a in align], *cells]
+    return Shown("\n".join("| " + " | ".join(line) + " |" for line in lines), render.table(header, cells, align))
+
+
+def counts(**columns: Report | Counts) -> Shown:
+    """Counts side by side, a column each; with two columns of reports first, how many times less the second is."""
+    values = {
+        name.replace("_", " "): asdict(column.counts() if isinstance(column, Report) else column)
+        for name, column in columns.items()
+    }
+    measured = [asdict(column.counts()) for column in columns.values() if isinstance(column, Report)]
+    rows = []
+    for name in next(iter(values.values())):
+        if any(column[name] for column in values.values()):
+            row = [name.replace("_", " "), *(column[name] for column in values.values())]
+            if len(measured) == 2:
+                row.append(f"{measured[0][name] / measured[1][name]:.3g} ×" if all(m[name] for m in measured) else "")
+            rows.append(row)
+    return table(("", *values, *(["times less"] if len(measured) == 2 else [])), rows)
+
+
+def nsight(stage: str) -> Shown:
+    """The x-ray's counts beside those of Nsight Compute on a GPU, as they were recorded."""
+    path = build.PACKAGE / "measured" / "nsight.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    rows = [row for row in record["rows"] if row["stage"] == stage or row["stage"].partition("_")[0] == stage]
+    if not rows:
+        return say("**Not measured yet.** No comparison with a GPU has been recorded for this stage.")
+    equal = sum(row["hardware"] == row["xray"] for row in rows)
+    cells = [
+        (f"{_size(row['size'])}, {row['metric']}", row["hardware"], row["xray"], "yes" if same else "**no**")
+        for row in rows
+        for same in [row["hardware"] == row["xray"]]
+    ]
+    head = f"Nsight Compute on one {record['card']}: {equal} of {len(rows)} counts are equal."
+    body = table(("problem, metric", "GPU", "x-ray", "equal"), cells)
+    return Shown(f"{head}\n\n{body.markdown}", f"{head}\n{body.plain}")
+
+
+def _size(size: object) -> str:
+    return " x ".join(map(str, size)) if isinstance(size, (list, tuple)) else str(size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests of the trace
+
+
+def requests(report: Report, name: str, op: str | None = None, warp: int | None = None) -> list[Access]:
+    """The requests of the trace that a tensor or shared array was asked for, in order.
+
+    Raises:
+        ValueError: The trace has none. Take the x-ray with `block=` to keep it.
+    """
+    found = [a for a in report.trace if a.name == name and op in (None, a.op) and warp in (None, a.warp)]
+    if not found:
+        raise ValueError(f"the trace has no request for {name!r}; take the x-ray with block=0, or block=-1 for all")
+    return found
+
+
+def sectors(access: Access) -> list[int]:
+    """The sectors that a request touches, counted from the start of its tensor."""
+    return sorted({offset // SECTOR for offset in access.offsets if offset >= 0})
+
+
+def threads(report: Report, name: str) -> Picture:
+    """Every thread of a launch as a dot, a warp to a row; those that touch the tensor coloured by their block."""
+    launch = report.launches[0]
+    per_block = launch.threads // launch.blocks // 32
+    image = np.ones((launch.blocks * per_block, 32, 3)) * EMPTY
+    for access in requests(report, name):
+        for lane, offset in enumerate(access.offsets):
+            if offset >= 0:
+                image[access.block * per_block + access.warp, lane] = BLOCKS[access.block % len(BLOCKS)]
+    active = int((image != EMPTY).any(axis=2).sum())
+    figure, axes = _figure(WIDTH * 0.75, 0.11 * len(image) + 0.95)
+    _cells(axes, image, 0, 0, gap=True)
+    for block in range(launch.blocks):
+        axes.text(-0.8, (block + 0.5) * per_block, f"block {block}", ha="right", va="center", color=INK)
+        if block:
+            axes.axhline(block * per_block, color=INK, lw=1)
+    _lane_axis(axes, len(image))
+    words = f"{launch.threads:,} threads, a warp to a row: {active:,} touch {name}, {launch.threads - active:,} do not"
+    axes.set_title(words, fontsize=10)
+    axes.set(xlim=(-5.5, 32.2), ylim=(len(image) + 2.2, -0.3))
+    return Picture(figure, words + ".")
+
+
+def strips(chosen: Mapping[str, Access], start: Mapping[str, int] | None = None) -> Picture:
+    """Single requests: memory as a row of words, each with the number of the lane that asks for it, cut into sectors.
+
+    Args:
+        chosen: What to draw, under the text that labels it.
+        start: The sector where a row begins; by default the first that is touched.
+    """
+    words, most = [], max(sectors(a)[-1] - sectors(a)[0] + 1 for a in chosen.values())
+    span = max(4, most) * SECTOR
+    figure, axes = _figure(WIDTH, 0.78 * len(chosen) + 0.35)
+    for row, (label, access) in enumerate(chosen.items()):
+        first = (start or {}).get(label, sectors(access)[0]) * SECTOR
+        count, touched = span // access.size, sectors(access)
+        image = np.ones((1, count, 3)) * EMPTY
+        for sector in touched:
+            i = (sector * SECTOR - first) // access.size
+            image[0, i : i + SECTOR // access.size] = WASTE
+        y, unit = 2.0 * row, 32 / count
+        lanes: dict[int, list[int]] = {}
+        for lane, offset in enumerate(access.offsets):
+            if offset >= 0:
+                lanes.setdefault((offset - first) // access.size, []).append(lane)
+        for i, who in lanes.items():
+            image[0, i] = LANES[who[0]] if len(who) == 1 else SHARED
+        axes.imshow(image, extent=(0, 32, y + 1, y), interpolation="nearest", zorder=1)
+        axes.add_collection(LineCollection([((i * unit, y), (i * unit, y + 1)) for i in range(count)], color=PANEL))
+        if count <= 40:
+            for i, who in lanes.items():
+                text = str(who[0]) if len(who) == 1 else "all"
+                light = len(who) > 1 or who[0] < 20
+                axes.text(
+                    (i + 0.5) * unit, y + 0.5, text, ha="center", va="center", fontsize=8, color="w" if light else INK
+                )
+        for sector in range(span // SECTOR):
+            left, right = (edge * SECTOR / access.size * unit for edge in (sector, sector + 1))
+            axes.add_patch(Rectangle((left, y), right - left, 1, fill=False, ec=INK, lw=1.4, zorder=3))
+            if span // SECTOR <= 8:
+                number = first // SECTOR + sector
+                axes.text(
+                    (left + right) / 2, y + 1.12, f"sector {number}", ha="center", va="top", fontsize=8, color=INK
+                )
+        axes.text(-0.4, y + 0.5, label, ha="right", va="center", color=INK)
+        active = sum(offset >= 0 for offset in access.offsets)
+        words.append(f"{label}: {active} lanes, {len(touched)} sector{'s' if len(touched) > 1 else ''}")
+    axes.set(xlim=(-7.5, 32.2), ylim=(2 * len(chosen) - 0.2, -0.3))
+    return Picture(figure, "; ".join(words) + ".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matrices of a product: A to the left of C, B above it, so that a row of A and a column of B meet in C
+
+
+def product(panels: Mapping[str, Report], sizes: tuple[int, int, int], warp: int = 0, k: int = 0) -> Picture:
+    """One request for each matrix, by one warp: whose words they are (lanes by colour), and what comes with them."""
+    chosen = {
+        title: {name: [requests(report, name, warp=warp)[0 if name == "c" else k]] for name in "abc"}
+        for title, report in panels.items()
+    }
+    notes = {
+        title: {
+            name: f"{name.upper()}: {_plural(len(sectors(accesses[0])), 'sector')}" for name, accesses in now.items()
+        }
+        for title, now in chosen.items()
+    }
+    figure = _matrices(chosen, {}, notes, sizes, lambda access, lane: LANES[lane])
+    handles = [
+        *(Patch(color=LANES[lane], label=f"lane {lane}") for lane in (0, 16, 31)),
+        Patch(color=SHARED, label="one word for several lanes"),
+        Patch(color=WASTE, label="fetched with them, not used"),
+    ]
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(f"{title}: {', '.join(note.values())}" for title, note in notes.items()) + ".")
+
+
+def steps(report: Report, sizes: tuple[int, int, int]) -> Picture:
+    """What one block reads in each of its steps, coloured by the warp that fetches it, and the patch of C it owns."""
+    seen: dict[tuple[str, int], int] = {}
+    rounds: list[dict[str, list[Access]]] = []
+    for access in report.trace:
+        if access.name not in ("a", "b") or access.op != "load":
+            continue
+        step = seen[access.name, access.warp] = seen.get((access.name, access.warp), -1) + 1
+        while len(rounds) <= step:
+            rounds.append({"a": [], "b": []})
+        rounds[step][access.name].append(access)
+    own = requests(report, "c", "store")
+    panels, before, notes = {}, {}, {}
+    for i, now in enumerate(rounds):
+        title = f"step {i}"
+        panels[title] = {**now, "c": own}
+        before[title] = {name: [a for past in rounds[:i] for a in past[name]] for name in "ab"}
+        notes[title] = {
+            name: f"{name.upper()}: {_plural(sum(len(sectors(a)) for a in now[name]), 'sector')}" for name in "ab"
+        }
+        notes[title]["c"] = "C"
+    warps = 1 + max(access.warp for access in own)
+    figure = _matrices(panels, before, notes, sizes, lambda access, lane: LANES[access.warp * 31 // max(warps - 1, 1)])
+    handles = [
+        *(Patch(color=LANES[w * 31 // (warps - 1)], label=f"warp {w}") for w in (0, warps // 2, warps - 1)),
+        Patch(color=DONE, label="read in an earlier step"),
+    ]
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(f"{title}: {note['a']}, {note['b']}" for title, note in notes.items()) + ".")
+
+
+def _matrices(
+    panels: Mapping[str, Mapping[str, list[Access]]],
+    before: Mapping[str, Mapping[str, list[Access]]],
+    notes: Mapping[str, Mapping[str, str]],
+    sizes: tuple[int, int, int],
+    colour: Callable[[Access, int], tuple[float, float, float]],
+) -> Figure:
+    m, n, k = sizes
+    gap = max(sizes) * 0.14
+    places = {"a": (-k - gap, 0, m, k), "b": (0, -k - gap, k, n), "c": (0, 0, m, n)}
+    height = min(WIDTH / len(panels), 4.6) * (k + m + 2.4 * gap) / (k + n + gap)
+    figure, axes = _figure(WIDTH, height + 0.6, len(panels))
+    for ax, (title, now) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
+        for name, (x, y, rows, cols) in places.items():
+            image = np.ones((rows * cols, 3)) * EMPTY
+            for access in before.get(title, {}).get(name, ()):
+                for offset in access.offsets:
+                    if offset >= 0:
+                        image[offset // access.size] = DONE
+            for access in now[name]:
+                for sector in sectors(access):
+                    image[sector * SECTOR // access.size : (sector + 1) * SECTOR // access.size] = WASTE
+            for access in now[name]:
+                who: dict[int, list[int]] = {}
+                for lane, offset in enumerate(access.offsets):
+                    if offset >= 0:
+                        who.setdefault(offset // access.size, []).append(lane)
+                for word, lanes in who.items():
+                    image[word] = colour(access, lanes[0]) if len(lanes) == 1 else SHARED
+            _cells(ax, image.reshape(rows, cols, 3), x, y, gap=max(sizes) <= 40)
+            per_sector = SECTOR // now[name][0].size
+            edges = [((x + i, y), (x + i, y + rows)) for i in range(0, cols + 1, per_sector)]
+            ax.add_collection(LineCollection(edges, color=FAINT, lw=0.8, zorder=3))
+            ax.text(
+                x + cols / 2, y + rows + gap * 0.12, notes[title][name], ha="center", va="top", color=INK, fontsize=9
+            )
+        ax.text(-k / 2 - gap, -k / 2 - gap, title, ha="center", va="center", color=INK, fontsize=11, fontweight="bold")
+        ax.set(xlim=(-k - gap - 0.5, n + 0.5), ylim=(m + gap * 0.9, -k - gap - 0.5))
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared memory: a word lies in bank (address / 4) mod 32
+
+
+def banks(panels: Mapping[str, Access], rows: int = 32) -> Picture:
+    """Single requests to shared memory: a row of words to each line, a bank to each column, lanes by colour."""
+    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 2) * 0.92 + 0.5, max(len(panels), 1))
+    words = []
+    for ax, (title, access) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
+        image = np.ones((rows, 32, 3)) * EMPTY
+        who: dict[int, list[int]] = {}
+        for lane, offset in enumerate(access.offsets):
+            if offset >= 0:
+                who.setdefault(offset // 4, []).append(lane)
+        depth = [0] * 32
+        for word, lanes in who.items():
+            image[word // 32, word % 32] = LANES[lanes[0]] if len(lanes) == 1 else SHARED
+            depth[word % 32] += 1
+        _cells(ax, image, 0, 0, gap=True)
+        ax.text(16, rows + 0.6, "bank 0 … 31", ha="center", va="top", color=INK, fontsize=9)
+        busiest = f"{_plural(len(who), 'word')}, at most {max(depth)} in a bank: {_plural(max(depth), 'wavefront')}"
+        ax.set_title(f"{title}\n{busiest}", fontsize=10)
+        ax.set(xlim=(-0.5, 32.5), ylim=(rows + 3, -0.5))
+        words.append(f"{title}: {busiest}")
+    _legend(
+        figure,
+        [
+            *(Patch(color=LANES[lane], label=f"lane {lane}") for lane in (0, 16, 31)),
+            Patch(color=SHARED, label="one word for several lanes"),
+        ],
+    )
+    return Picture(figure, "; ".join(words) + ".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float, panels: int = 1):
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, panels)
+    for ax in np.atleast_1d(axes):
+        ax.axis("off")
+        ax.set_aspect("equal")
+        ax.title.set_color(INK)
+    return figure, axes
+
+
+def _cells(ax, image: np.ndarray, x: float, y: float, gap: bool) -> None:
+    """A matrix of colours with its upper left corner at (x, y), a unit a cell."""
+    rows, cols = image.shape[:2]
+    ax.imshow(image, extent=(x, x + cols, y + rows, y), interpolation="nearest", zorder=1)
+    if gap:
+        lines = [((x + i, y), (x + i, y + rows)) for i in range(1, cols)]
+        lines += [((x, y + i), (x + cols, y + i)) for i in range(1, rows)]
+        ax.add_collection(LineCollection(lines, color=PANEL, lw=0.5, zorder=2))
+    ax.add_patch(Rectangle((x, y), cols, rows, fill=False, ec=FAINT, lw=0.8, zorder=3))
+
+
+def _lane_axis(ax, y: float) -> None:
+    for lane in (0, 8, 16, 24, 31):
+        ax.text(lane + 0.5, y + 0.4, f"lane {lane}", ha="center", va="top", fontsize=8, color=INK)
+
+
+def _legend(figure: Figure, handles: list[Patch]) -> None:
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, labelcolor=INK, fontsize=9
+    )
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"

@@ -1,0 +1,455 @@
+"""The CPU device itself: planted faults found at their lines, correct kernels right in every schedule, launches that
+fail and leave the process well."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.toolkit import build, symbols
+from stages.toolkit.kernels import call, load, tensor_names
+
+HERE = Path(__file__).parent / "simt"
+SCHEDULES = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2), ("random", 3)]
+
+
+class Bench:
+    """The modules of one file of test kernels."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.source = HERE / f"{name}.cu"
+        self.paths = {
+            variant: build.build_module(self.source, HERE / f"{name}.cpp", variant, folder)
+            for variant in ("simt", "xray")
+        }
+        self.modules = {variant: load(f"{name}._{variant}", path) for variant, path in self.paths.items()}
+        self.kernels = re.findall(r"KERNEL\(\"?(\w+)", self.source.read_text().partition("define KERNEL")[2])
+
+    def line_of(self, name: str) -> int:
+        lines = self.source.read_text().splitlines()
+        return next(number for number, text in enumerate(lines, 1) if text.endswith(f"// fault: {name}"))
+
+    def simt(self, *arguments) -> None:
+        call(self.modules["simt"], "run", arguments)
+
+    def xray(self, *arguments, trace=0):
+        """The raw recording, places turned into line numbers; the exception's text, if there was one."""
+        module = self.modules["xray"]
+        module.xray_start(trace=trace)
+        message = None
+        try:
+            call(module, "run", arguments)
+        except RuntimeError as error:
+            message = str(error)
+        finally:
+            recording = module.xray_stop()
+        for item in recording["faults"] + recording["sites"]:
+            for key in ("pc", "other_pc"):
+                if item.get(key):
+                    item[key.replace("pc", "line")] = self.line(item[key])
+        return recording, message
+
+    def line(self, pc: int) -> int:
+        text = symbols.resolve(f"{{pc:{pc:#x}}}", self.paths["xray"])
+        return int(re.search(rf"{self.source.name}:(\d+)", text)[1])
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    bench = Bench("faults", tmp_path_factory.mktemp("faults"))
+    yield bench
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory):
+    yield Bench("operations", tmp_path_factory.mktemp("operations"))
+
+
+@pytest.fixture(autouse=True)
+def usual_settings(faults, operations):
+    for bench in (faults, operations):
+        for module in bench.modules.values():
+            module.configure(timeout=1.0)
+
+
+# ---- planted faults -------------------------------------------------------------------------------------------------
+
+RACES = ["no_barrier", "no_second_barrier", "no_warp_barrier", "other_half", "same_word"]
+FOUND = {
+    **{name: "race" for name in RACES},
+    "blocks_write": "block race",
+    "block_reads": "block race",
+    "read_past": "out of bounds",
+    "read_before": "out of bounds",
+    "write_past": "out of bounds",
+    "read_gap": "out of bounds",
+    "read_far": "out of bounds",
+    "write_input": "write to input",
+    "shared_past": "out of bounds",
+    "unwritten_shared": "uninitialised read",
+    "unwritten_output": "uninitialised read",
+    "misaligned": "misaligned",
+}
+RAISED = {
+    "divergent": r"divergent barrier: thread \(\d+, 0, 0\) waits at __syncthreads, faults.cu:(\d+), thread .*faults.cu:\d+",
+    "deadlock": r"deadlock: 32 threads wait at __shfl_xor_sync.*32 threads wait at __syncthreads, faults.cu:(\d+)",
+    "spin": r"deadlock: 64 threads wait in a loop at .*faults.cu:(\d+)",
+    "endless": r"timeout: thread \(\d+, 0, 0\) ran for 1 s at .*faults.cu:(\d+)",
+    "wrong_mask": r"__shfl_sync, faults.cu:(\d+): thread \(\d+, 0, 0\) is lane \d+, which its own mask 0x0000ffff",
+    "null_pointer": r"crash: thread \(\d+, 0, 0\) at .*faults.cu:(\d+).*access to memory that is not there, address 0x",
+    "read_far": r"crash: thread \(\d+, 0, 0\) at .*faults.cu:(\d+).*access to memory that is not there",
+    "divide": r"crash: thread \(\d+, 0, 0\) at .*faults.cu:(\d+): Floating point exception",
+    "trap": r"thread \(40, 0, 0\) stopped at __trap, faults.cu:(\d+)",
+}
+CORRECT = ["neighbour", "reuse", "lanes", "half_warps"]
+
+
+def problem(name: str):
+    """x, y and the number of blocks for a kernel of faults.cu."""
+    x = torch.arange(1, 129.0)
+    x = {"read_gap": x[::2], "block_reads": x, "misaligned": x[:80]}.get(name, x[:64])
+    blocks = 2 if name.startswith("block") else 1
+    return x, torch.full((64 * blocks if name == "block_reads" else 64,), float("nan")), blocks
+
+
+def test_every_kernel_of_the_file_is_tested(faults):
+    assert sorted({*FOUND, *RAISED, *CORRECT, "local_memory"}) == sorted(faults.kernels)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_found_at_their_lines(faults, schedule):
+    """Every planted fault is found, at its line, in every schedule; for a race either side may come last."""
+    faults.modules["xray"].configure(schedule=schedule[0], seed=schedule[1], timeout=1.0)
+    for name, kind in FOUND.items():
+        recording, _ = faults.xray(name, *problem(name))
+        assert recording["faults"], name
+        places = {(f["kind"], line) for f in recording["faults"] for line in (f["line"], f.get("other_line", 0))}
+        assert (kind, faults.line_of(name)) in places, (name, recording["faults"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_no_fault_in_their_correct_twins(faults, schedule):
+    for variant in faults.modules.values():
+        variant.configure(schedule=schedule[0], seed=schedule[1])
+    for name in CORRECT:
+        x, y, blocks = problem(name)
+        recording, message = faults.xray(name, x, y, blocks)
+        assert (recording["faults"], message) == ([], None), name
+        plain = torch.full_like(y, float("nan"))
+        faults.simt(name, x, plain, blocks)
+        assert torch.equal(y, plain), name
+
+
+def test_what_a_fault_says(faults):
+    recording, _ = faults.xray("read_past", *problem("read_past"))
+    (fault,) = recording["faults"]
+    assert (fault["thread"], fault["block"], fault["tensor"]) == ((63, 0, 0), (0, 0, 0), 0)
+    assert (fault["offset"], fault["count"], fault["space"]) == (256, 1, "global")
+    recording, _ = faults.xray("no_warp_barrier", *problem("no_warp_barrier"))
+    (fault,) = recording["faults"]
+    assert (fault["shared"], fault["count"], fault["other_line"]) == ("tile", 64, fault["line"] - 2)
+
+
+@pytest.mark.parametrize("variant", ["simt", "xray"])
+@pytest.mark.parametrize("name", RAISED)
+def test_raised_and_the_next_launch_works(faults, variant, name):
+    """What ends a launch is a Python exception that names the line; the process and the device live on."""
+    if name == "read_far" and variant == "simt":
+        pytest.skip("1 GiB past a tensor there may be memory of someone else")
+    x, y, blocks = problem(name)
+    if variant == "simt":
+        with pytest.raises(RuntimeError) as caught:
+            faults.simt(name, x, y, blocks)
+        message = str(caught.value)
+    else:
+        message = faults.xray(name, x, y, blocks)[1]
+    found = re.search(RAISED[name], message)
+    assert found and int(found[1]) == faults.line_of(name), message
+    assert name in message  # the kernel
+    for _ in range(2):
+        good = torch.full((64,), float("nan"))
+        faults.simt("neighbour", x[:64], good, 1)
+        assert torch.equal(good, x[:64].flip(0))
+
+
+@pytest.mark.parametrize("variant", ["simt", "xray"])
+def test_local_memory_past_the_stack(faults, variant):
+    x, y, _ = problem("local_memory")
+    with pytest.raises(RuntimeError, match=r"local_memory.*more local memory than its 64 KiB"):
+        call(faults.modules[variant], "run", ("local_memory", x, y, 1))
+
+
+def test_faulthandler_keeps_its_signals(faults):
+    """A crash outside the kernels is Python's own matter, before and after ours."""
+    code = f"""
+import faulthandler, sys, torch
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from stages.toolkit.kernels import call, load
+faulthandler.enable()
+module = load("faults._simt", Path({str(faults.paths["simt"])!r}))
+x = torch.ones(64)
+try:
+    call(module, "run", ("null_pointer", x, x.clone(), 1))
+except RuntimeError as error:
+    print("told:", error, flush=True)
+faulthandler._sigsegv()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "told: kernel null_pointer" in done.stdout
+    assert done.returncode == -signal.SIGSEGV and "Fatal Python error: Segmentation fault" in done.stderr
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
+
+
+def expected(name: str, x: np.ndarray) -> np.ndarray:
+    """The result of a kernel of operations.cu, in numpy."""
+    n = len(x)
+    i = np.arange(n)
+    lane, warp = i % 32, i // 32
+    by_warp = [np.flatnonzero(warp == w) for w in range(warp[-1] + 1)]
+
+    def each_warp(of):
+        return np.concatenate([np.broadcast_to(of(x[w]), len(w)) for w in by_warp])
+
+    match name:
+        case "shuffle":
+            return x[i - lane % 8 + (3 + i) % 8]
+        case "shuffle_up":
+            return np.where(lane >= 3, x[np.maximum(i - 3, 0)], x)
+        case "shuffle_down":
+            return np.where(lane % 16 < 11, x[np.minimum(i + 5, n - 1)], x)
+        case "shuffle_xor":
+            return x[i ^ 9]
+        case "halves":
+            return np.where(lane < 16, x[i ^ 1], x[i ^ 2])
+        case "votes":
+            match_count = np.concatenate([[np.sum(np.trunc(x[w]) == np.trunc(v)) for v in x[w]] for w in by_warp])
+            return (
+                each_warp(lambda v: np.sum(v > 0))
+                + 100 * each_warp(lambda v: np.any(v > 2))
+                + 1000 * each_warp(lambda v: np.all(v > -9))
+                + 10000 * match_count
+            )
+        case "reductions":
+            v = np.trunc(x * 8)
+            sums = [(v[w].sum() + 3 * v[w].min() + 7 * v[w].max()) * np.ones(len(w)) for w in by_warp]
+            return np.concatenate(sums)
+        case "block_sum":
+            return np.full(n, x.astype(np.float64).sum())
+        case "counting":
+            return np.full(n, np.sum(x > 0) + 10000 * np.any(x > 2) + 100000 * np.all(x > -9))
+        case "early":
+            return np.where(i % 2 == 1, -1, x[(i + 2) % n])
+        case "histogram":
+            return np.bincount(np.trunc(x).astype(int) & 15, minlength=16)[i & 15]
+        case "reversed":
+            return x[::-1]
+        case "wide_copy":
+            return x
+        case "transpose_conflicts" | "transpose_padded":
+            return x.reshape(32, 32).T.reshape(-1)
+        case "uneven":
+            return np.array([x[np.arange(200 + 3 * t) % n].astype(np.float64).sum() for t in i])
+        case "from_shared":
+            return x[(i + 1) % n]
+        case "rounding":
+            t = torch.from_numpy(x)
+            return torch.where(torch.from_numpy(i % 2 == 1), t.half().float(), t.bfloat16().float()).numpy()
+        case "handshake":
+            return np.full(n, x[0])
+    raise KeyError(name)
+
+
+SIZES = {"transpose_conflicts": [1024], "transpose_padded": [1024], "handshake": [64, 160]}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_operations(operations, schedule):
+    """Values against numpy, no fault and the same bits from both modules, for whole and broken warps and blocks."""
+    for module in operations.modules.values():
+        module.configure(schedule=schedule[0], seed=schedule[1])
+    generator = np.random.default_rng(schedule[1])
+    for name in [*operations.kernels, "reversed"]:
+        for n in SIZES.get(name, [32, 64, 96, 1024]):
+            x = (3 * generator.standard_normal(n)).astype(np.float32)
+            plain, seen = torch.full((n,), float("nan")), torch.full((n,), float("nan"))
+            operations.simt(name, torch.from_numpy(x), plain, n)
+            recording, message = operations.xray(name, torch.from_numpy(x), seen, n)
+            assert (recording["faults"], message) == ([], None), (name, n)
+            np.testing.assert_allclose(plain, expected(name, x), rtol=1e-5, atol=1e-4, err_msg=f"{name} {n}")
+            assert torch.equal(plain, seen), (name, n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 33, 1023])
+@pytest.mark.parametrize("name", ["block_sum", "counting", "early", "reversed", "wide_copy"])
+def test_warps_with_missing_lanes(operations, name, n):
+    if name == "block_sum" and n % 32:
+        n = -(-n // 32) * 32  # a lane that does not exist has no value to give
+    if name == "early" and n % 2:
+        n += 1
+    x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    y = torch.full((n,), float("nan"))
+    recording, message = operations.xray(name, torch.from_numpy(x), y, n)
+    assert (recording["faults"], message) == ([], None)
+    np.testing.assert_allclose(y, expected(name, x), rtol=1e-5, atol=1e-4)
+
+
+def test_half_conversions(operations):
+    """Rounding to float16 and bfloat16 as torch does it, ties, subnormals, overflow, infinities and NaN included."""
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0, 2**32, 40_000, dtype=np.uint64).astype(np.uint32)
+    near = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # every half, and around it
+    with np.errstate(all="ignore"):
+        x = np.concatenate([bits.view(np.float32), near, near * np.float32(1 + 2**-11), near * np.float32(1 + 2**-12)])
+    x = x[: len(x) // 1024 * 1024]
+    for part in x.reshape(-1, 1024):
+        y = torch.full((1024,), 7.0)
+        operations.simt("rounding", torch.from_numpy(part), y, 1024)
+        np.testing.assert_array_equal(y.numpy(), expected("rounding", part))
+
+
+def counts(recording, kernel_line_part, space, op):
+    return [s for s in recording["sites"] if s["space"] == space and s["op"] == op]
+
+
+def test_counts_of_vector_accesses(operations):
+    """A float4 is one request of four sectors a lane group: 16 sectors for a warp."""
+    x = torch.randn(512)
+    recording, _ = operations.xray("wide_copy", x, torch.empty(512), 128)
+    for site in recording["sites"]:
+        assert (site["size"], site["requests"], site["sectors"], site["bytes"]) == (16, 4, 64, 2048)
+    assert len(recording["sites"]) == 2
+
+
+def test_bank_conflicts_and_padding(operations):
+    """32 rows of 32 words: a column costs 32 wavefronts a request, with a padded row 1."""
+    x = torch.randn(1024)
+    for name, wavefronts in {"transpose_conflicts": 1024, "transpose_padded": 32}.items():
+        recording, _ = operations.xray(name, x, torch.empty(1024), 1024)
+        (load,) = (s for s in recording["sites"] if (s["space"], s["op"]) == ("shared", "load"))
+        (store,) = (s for s in recording["sites"] if (s["space"], s["op"]) == ("shared", "store"))
+        assert (load["requests"], load["wavefronts"]) == (32, wavefronts)
+        assert (store["requests"], store["wavefronts"]) == (32, 32)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_requests_of_lanes_that_part(operations, schedule):
+    """Lanes with loops of unequal length: the n-th access of all lanes that make one is one request, always."""
+    operations.modules["xray"].configure(schedule=schedule[0], seed=schedule[1])
+    recording, _ = operations.xray("uneven", torch.randn(64), torch.empty(64), 64)
+    (load,) = (s for s in recording["sites"] if s["op"] == "load")
+    assert load["requests"] == (200 + 3 * 31) + (200 + 3 * 63)
+    assert load["lanes"] == sum(200 + 3 * t for t in range(64))
+
+
+def test_trace(operations):
+    recording, _ = operations.xray("reversed", torch.randn(64), torch.empty(64), 64, trace=100)
+    rows = [row for row in recording["trace"] if row[5] == "shared"]
+    assert [row[4] for row in rows] == ["store", "store", "load", "load"]
+    assert rows[0][9] == [4 * lane for lane in range(32)]
+    assert rows[3][9] == [4 * (31 - lane) for lane in range(32)]
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_and_threads_in_three_dimensions(operations):
+    x = torch.randn(720)
+    y = torch.full((720,), float("nan"))
+    operations.simt("spread", x, y, 0)
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("wide_grid", r"spread cannot be launched with grid \(1, 65536, 1\).*a grid has at most"),
+        ("wide_block", r"spread cannot be launched with.*block \(2048, 1, 1\).*at most 1024 threads"),
+        ("much_shared", r"reversed cannot be launched with.*1048576 bytes of dynamic shared memory, at most \d+"),
+    ],
+)
+def test_launches_past_the_limits_are_refused(operations, name, says):
+    with pytest.raises(ValueError, match=says):
+        operations.simt(name, torch.zeros(64), torch.zeros(64), 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (([1.0], torch.zeros(4)), TypeError, "expected a torch.Tensor, got list"),
+        ((torch.zeros(4, dtype=torch.int32), torch.zeros(4)), TypeError, "got torch.int32"),
+        ((torch.zeros(4, 4), torch.zeros(4)), ValueError, "expected a tensor of 1 dimensions, got 2"),
+        ((torch.zeros(4), torch.zeros(1).expand(4)), ValueError, "an output may not be expanded"),
+        ((torch.zeros(4), torch.zeros(4, dtype=torch.float64)), ValueError, "must share a dtype"),
+    ],
+)
+def test_arguments_that_no_launcher_takes(operations, arguments, error, says):
+    with pytest.raises(error, match=says):
+        operations.simt("reversed", *arguments, 4)
+
+
+def test_several_launches_at_once(operations):
+    """Launches from several Python threads, each with its own shared memory and stacks."""
+    results = {}
+
+    def work(seed):
+        x = torch.from_numpy(np.random.default_rng(seed).standard_normal(1024).astype(np.float32))
+        for _ in range(20):
+            y = torch.full((1024,), float("nan"))
+            operations.simt("reversed", x, y, 1024)
+            results.setdefault(seed, []).append(torch.equal(y, x.flip(0)))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {seed: [True] * 20 for seed in range(6)}
+
+
+def test_launch_after_fork(operations):
+    operations.simt("reversed", torch.randn(64), torch.zeros(64), 64)
+    child = os.fork()
+    if child == 0:
+        x, y = torch.arange(64.0), torch.zeros(64)
+        operations.simt("reversed", x, y, 64)
+        os._exit(0 if torch.equal(y, x.flip(0)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_interrupt_ends_a_long_launch(operations):
+    """Ctrl-C while a kernel of many blocks runs: KeyboardInterrupt, soon, and the device works on."""
+    import stages
+
+    a = torch.randn(2048, 2048)
+    stages.load("10").matmul(a[:32], a[:, :32])  # built
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            stages.load("10").matmul(a, a)
+    assert time.monotonic() - begin < 5
+    x, y = torch.arange(64.0), torch.zeros(64)
+    operations.simt("reversed", x, y, 64)
+    assert torch.equal(y, x.flip(0))
+
+
+def test_settings(operations):
+    module = operations.modules["simt"]
+    for wrong in ({"schedule": "sideways"}, {"workers": -1}, {"timeout": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            module.configure(**wrong)
+    facts = module.info()
+    assert facts["warp_size"] == 32 and facts["workers"] >= 1 and "+" in facts["compiler"]
+    assert tensor_names(module, "run") == ["x", "y"]
