@@ -16,8 +16,13 @@
 
 namespace py = pybind11;
 
-// Linked into the modules of the CPU device only (common/simt/python.cpp); null in a CUDA module.
-__attribute__((weak, visibility("hidden"))) void simt_bind(py::module_& m);
+// Linked into the modules of the CPU device only; null in a CUDA module.
+__attribute__((weak, visibility("hidden"))) void simt_bind(py::module_& m);  // common/simt/python.cpp
+namespace simt {
+__attribute__((weak)) bool xray_open_call();
+__attribute__((weak)) void* xray_tensor(void*, int, int, const int64_t*, const int64_t*, Role);
+__attribute__((weak)) void xray_close_call();
+}  // namespace simt
 
 namespace binding {
 

@@ -50,6 +50,7 @@ class StageCases:
         expected = self.stage.cost(**self.stage.sizes(sizes), itemsize=dtype.itemsize)
         assert isinstance(expected, Counts)
         assert report.counts() == expected
+        assert [str(fault) for fault in report.faults] == []
 
     # ---- on the CPU device, under the x-ray
 

@@ -74,29 +74,37 @@ def test_base_name():
 
 
 def test_equal_counts(cases):
-    records = nsight.compare(cases, nsight.parse(answer(*(case.counts for case in cases))))
-    assert [r["different"] for r in records] == [{}, {}]
-    assert nsight.failures(records) == []
-    assert "The x-ray counts the same in all 16." in nsight.table(records)
-    assert records[0]["gpu"]["load_sectors"] == 2048
+    rows = nsight.compare(cases, nsight.parse(answer(*(case.counts for case in cases))))
+    assert len(rows) == 2 * len(METRICS)
+    assert all(row["hardware"] == row["xray"] and row["reason"] == "" for row in rows)
+    assert nsight.failures(rows) == []
+    assert "The x-ray counts the same in 16 of 16." in nsight.table(rows)
+    (sectors,) = (row for row in rows if row["count"] == "load_sectors" and row["size"] == [64, 64, 64])
+    assert sectors["hardware"] == 2048 and sectors["metric"] == "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
 
 
-def test_a_wide_shared_load_is_told_and_no_failure(cases):
+@pytest.mark.parametrize("name, change, reason", [
+    ("shared_load_wavefronts", -8192, nsight.MERGED),
+    ("shared_store_conflicts", 5, nsight.ARBITRATION),
+    ("shared_store_wavefronts", 5, ""),
+])  # fmt: skip
+def test_a_shared_count_that_differs_is_told_and_no_failure(cases, name, change, reason):
     counts = [dict(case.counts) for case in cases]
-    counts[0]["shared_load_wavefronts"] //= 2
-    records = nsight.compare(cases, nsight.parse(answer(*counts)))
-    assert records[0]["different"] == {"shared_load_wavefronts": nsight.MERGED}
-    assert nsight.failures(records) == []
-    text = nsight.table(records)
-    assert nsight.MERGED in text and "8,192 *" in text and "in 15 of 16" in text
+    counts[0][name] += change
+    rows = nsight.compare(cases, nsight.parse(answer(*counts)))
+    (different,) = (row for row in rows if row["hardware"] != row["xray"])
+    assert (different["count"], different["reason"]) == (name, reason)
+    assert nsight.failures(rows) == []
+    text = nsight.table(rows)
+    assert "in 15 of 16. Different (*):" in text and (reason or "no reason known") in text
+    assert max(map(len, text.splitlines())) <= 110
 
 
 @pytest.mark.parametrize("name", nsight.EXACT)
 def test_a_global_count_that_differs_is_a_failure(cases, name):
     counts = [dict(case.counts) for case in cases]
     counts[1][name] += 1
-    records = nsight.compare(cases, nsight.parse(answer(*counts)))
-    (failure,) = nsight.failures(records)
+    (failure,) = nsight.failures(nsight.compare(cases, nsight.parse(answer(*counts))))
     assert failure.startswith("12_matmul_shared, 33x63x127, float32: " + METRICS[name])
 
 
@@ -153,7 +161,8 @@ def test_the_whole_command(fake_ncu, cases, monkeypatch, capsys, tmp_path):
     assert nsight.main(line) == 0
     assert "all requests and sectors equal" in capsys.readouterr().out
     written = json.loads((tmp_path / "a" / "nsight.json").read_text())
-    assert written["machine"] == {"card": "A Card"} and written["comparisons"][0]["gpu"] == dict(cases[0].counts)
+    assert written["card"] == "A Card"
+    assert {row["count"]: row["hardware"] for row in written["rows"]} == dict(cases[0].counts)
 
     fake_ncu.write_text(answer(replace(cases[0], counts={**cases[0].counts, "load_sectors": 1}).counts))
     assert nsight.main(line) == 1

@@ -1,6 +1,7 @@
 """The operators as such: how stages are found and loaded, what a call costs, how failures come out."""
 
 import doctest
+import shutil
 import subprocess
 import sys
 import time
@@ -74,19 +75,24 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
     loaded = stages.load(name)
     empty = loaded.family.make(dict.fromkeys(loaded.family.SIZES, 0), torch.float32, device)
     like = torch.empty(1, device=device)
+    loaded.function(*empty)
 
-    def microseconds(call):
-        def once(repeats=1000):
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            return (time.perf_counter() - start) / repeats * 1e6
+    def microseconds(call, repeats=200):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats * 1e6
 
-        return min(once() for _ in range(20))  # the quietest of many: what the call takes, not what else went on
-
-    microseconds(lambda: loaded.function(*empty))
-    own = microseconds(lambda: loaded.function(*empty))
-    assert own - microseconds(lambda: torch.empty_like(like)) < 10
+    # The quietest of many short rounds: what a call takes, not what else goes on. On a busy machine even that is slow;
+    # then empty_like, which takes 1.4 us where it is not, says by how much.
+    own = bare = float("inf")
+    end = time.perf_counter() + 10
+    while time.perf_counter() < end:
+        own = min(own, microseconds(lambda: loaded.function(*empty)))
+        bare = min(bare, microseconds(lambda: torch.empty_like(like)))
+        if own - bare < 10:
+            return
+    assert own - bare < 10 * max(1, bare / 1.4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -227,3 +233,13 @@ def test_outputs_are_allocated_in_one_place():
     assert not any(call in source for call in ("torch.empty", "new_empty", "empty_like", "zeros("))
     assert operator.empty((2, 3), like=torch.ones(1, dtype=torch.float16)).dtype is torch.float16
     assert kernels.recorder is None
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_a_cuda_module_loads_without_a_gpu():
+    """Nothing of the CPU device is missing in it, and it tells a CPU tensor apart before anything is launched."""
+    module = stages.load("00").kernels.module("cuda")
+    assert not hasattr(module, "xray_start")
+    x = torch.ones(4)
+    with pytest.raises(ValueError, match="this module takes CUDA tensors"):
+        module.axpy(1.0, x, x, x.clone(), None)

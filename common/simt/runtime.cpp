@@ -493,8 +493,6 @@ void trap(const char* why, const char* file, int line) {
 // ---- signals: a crash inside a kernel, a thread that never ends ---------------------------------------------------
 namespace {
 
-constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
-struct sigaction before[64];
 int watchdog_signal() { return SIGRTMIN + 5; }
 
 uintptr_t program_counter(const ucontext_t* context) {
@@ -534,82 +532,125 @@ Worker* worker_at(uintptr_t sp) {
   return here_of(sp)->worker;
 }
 
+// Whose the signals were before us, the latest last. Other modules of this kind install handlers of their own over ours
+// and pass on to us what is not theirs: then the next older one is asked.
+struct Before {
+  struct sigaction actions[16];
+  int count = 0, depth = 0;
+} before[32];
+
 void on_crash(int signal, siginfo_t* info, void* raw) {
   auto* context = static_cast<ucontext_t*>(raw);
   if (Worker* worker = worker_at(stack_pointer_of(context))) {
     return leave_fiber(*worker, context, signal, uintptr_t(info->si_addr));
   }
-  // Not ours: as it was before us.
-  const struct sigaction& old = before[signal];
-  if (old.sa_flags & SA_SIGINFO && old.sa_sigaction != on_crash) return old.sa_sigaction(signal, info, raw);
-  ::signal(signal, SIG_DFL);
+  Before& others = before[signal];
+  const int index = others.count - 1 - others.depth;
+  if (index >= 0 && others.actions[index].sa_flags & SA_SIGINFO) {
+    ++others.depth;
+    others.actions[index].sa_sigaction(signal, info, raw);
+    --others.depth;
+  } else if (index >= 0 && others.actions[index].sa_handler != SIG_DFL && others.actions[index].sa_handler != SIG_IGN) {
+    ++others.depth;
+    others.actions[index].sa_handler(signal);
+    --others.depth;
+  } else {
+    ::signal(signal, SIG_DFL);  // the access happens again, and ends the process as it would have without us
+  }
 }
 
-void on_watchdog(int, siginfo_t*, void* raw) {
+// The timer brings its worker along, so that the handler of any module of this kind serves the timers of all.
+void on_watchdog(int, siginfo_t* info, void* raw) {
+  auto* worker = static_cast<Worker*>(info->si_value.sival_ptr);
+  worker->tick(*worker, raw);
+}
+
+void tick(Worker& worker, void* raw) {
   auto* context = static_cast<ucontext_t*>(raw);
-  Worker* worker = worker_at(stack_pointer_of(context));
-  if (!worker) return;
-  if (worker->busy.load(std::memory_order_relaxed) || worker->switches != worker->watched) {
-    worker->watched = worker->switches;
+  if (worker_at(stack_pointer_of(context)) != &worker) return;
+  // Threads that wait for each other in loops are told by the scheduler, which knows where.
+  const uint64_t progress = worker.switches + worker.spins;
+  if (worker.busy.load(std::memory_order_relaxed) || progress != worker.watched) {
+    worker.watched = progress;
     return;
   }
-  leave_fiber(*worker, context, 0, 0);
+  leave_fiber(worker, context, 0, 0);
 }
 
-std::mutex signals_mutex;
-int signal_users = 0;
+bool same(const struct sigaction& a, const struct sigaction& b) { return a.sa_handler == b.sa_handler; }
 
-void enter_signals() {
-  std::lock_guard lock(signals_mutex);
-  if (signal_users++) return;
+// A launch asks the system once whether the crash handlers are still ours; everything else was done before.
+void ensure_signals() {
+  struct sigaction current;
+  sigaction(SIGSEGV, nullptr, &current);
+  if (current.sa_flags & SA_SIGINFO && current.sa_sigaction == on_crash) return;
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
   struct sigaction action = {};
   action.sa_sigaction = on_crash;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  for (int signal : CRASHES) {
-    struct sigaction current;
-    sigaction(signal, nullptr, &current);
-    if (current.sa_flags & SA_SIGINFO && current.sa_sigaction == on_crash) continue;
-    before[signal] = current;
-    sigaction(signal, &action, nullptr);
+  for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) {
+    sigaction(signal, &action, &current);
+    if (same(current, action)) continue;
+    Before& others = before[signal];
+    int kept = 0;
+    for (int i = 0; i < others.count; ++i) {
+      if (!same(others.actions[i], current) && kept < 15) others.actions[kept++] = others.actions[i];
+    }
+    others.actions[kept++] = current;
+    others.count = kept;
   }
   action.sa_sigaction = on_watchdog;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
   sigaction(watchdog_signal(), &action, nullptr);
 }
 
-void leave_signals() {
-  std::lock_guard lock(signals_mutex);
-  if (--signal_users) return;
-  for (int signal : CRASHES) {
-    struct sigaction current;
-    sigaction(signal, nullptr, &current);
-    if (current.sa_flags & SA_SIGINFO && current.sa_sigaction == on_crash) sigaction(signal, &before[signal], nullptr);
+// The handlers need a stack that is not the fiber's, which may be the one that overflowed. One for each OS thread.
+struct SignalStack {
+  std::unique_ptr<char[]> memory;
+  void ensure() {
+    if (memory) return;
+    memory.reset(new char[SIGNAL_STACK]);
+    stack_t before_us;
+    sigaltstack(nullptr, &before_us);
+    if (!(before_us.ss_flags & SS_DISABLE)) return;  // somebody else's serves as well
+    stack_t own = {};
+    own.ss_sp = memory.get();
+    own.ss_size = SIGNAL_STACK;
+    sigaltstack(&own, nullptr);
   }
-}
+  ~SignalStack() {
+    stack_t now;
+    sigaltstack(nullptr, &now);
+    if (!memory || now.ss_sp != memory.get()) return;
+    now.ss_flags = SS_DISABLE;
+    sigaltstack(&now, nullptr);
+  }
+};
+thread_local SignalStack signal_stack;
 
-// A clock of the worker's own CPU time, so that a busy machine is not taken for a stuck thread.
-void start_watchdog(Worker& worker) {
-  const pid_t thread = pid_t(syscall(SYS_gettid));
+// A clock of the worker's own CPU time, so that a busy machine is not taken for a stuck thread. It goes on ticking
+// after the launch, once in a while, which costs less than to start and stop it.
+void ensure_watchdog(Worker& worker) {
+  static thread_local const pid_t thread = pid_t(syscall(SYS_gettid));
+  if (worker.timer_thread == thread && worker.timer_timeout == config.timeout) return;
   if (worker.timer_thread != thread) {
     if (worker.timer_thread) timer_delete(worker.timer);
+    worker.tick = tick;
     sigevent event = {};
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = watchdog_signal();
+    event.sigev_value.sival_ptr = &worker;
     event._sigev_un._tid = thread;
     worker.timer_thread = timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &worker.timer) == 0 ? thread : 0;
     if (!worker.timer_thread) return;
   }
+  worker.timer_timeout = config.timeout;
   const double half = std::max(config.timeout, 0.01) / 2;
   itimerspec when = {};
   when.it_value.tv_sec = when.it_interval.tv_sec = time_t(half);
   when.it_value.tv_nsec = when.it_interval.tv_nsec = long((half - double(time_t(half))) * 1e9);
   timer_settime(worker.timer, 0, &when, nullptr);
-}
-
-void stop_watchdog(Worker& worker) {
-  if (!worker.timer_thread) return;
-  const itimerspec never = {};
-  timer_settime(worker.timer, 0, &never, nullptr);
 }
 
 std::string explain_crash(Worker& worker) {
@@ -794,7 +835,6 @@ Worker* take_worker(bool wait) {
     }
     worker->free_stacks.reserve(MAX_THREADS);
     worker->dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, MAX_SHARED + 1024));
-    worker->signal_stack.reset(new char[SIGNAL_STACK]);
     pool.push_back(std::move(worker));
     return pool.back().get();
   }
@@ -887,14 +927,8 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
   worker.shared = &job.shared;
   worker.xray = xray_attach(worker);
 
-  stack_t old_stack, own_stack = {};
-  sigaltstack(nullptr, &old_stack);
-  if (old_stack.ss_flags & SS_DISABLE) {
-    own_stack.ss_sp = worker.signal_stack.get();
-    own_stack.ss_size = SIGNAL_STACK;
-    sigaltstack(&own_stack, nullptr);
-  }
-  start_watchdog(worker);
+  signal_stack.ensure();
+  ensure_watchdog(worker);
 
   auto asked = Clock::now();
   bool first = true;
@@ -920,8 +954,6 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
     }
   }
 
-  stop_watchdog(worker);
-  if (old_stack.ss_flags & SS_DISABLE) sigaltstack(&old_stack, nullptr);
   if (worker.xray) xray_detach(worker);
   worker.xray = nullptr;
 }
@@ -957,7 +989,7 @@ void launch(const Launch& launch) {
     do job.step = next_random(state) % launch.blocks | 1;
     while (gcd(job.step, launch.blocks) != 1);
   }
-  enter_signals();
+  ensure_signals();
   xray_begin_launch(launch, job.shared);
 
   // The launching thread begins alone; only a launch that lasts is worth waking other cores for.
@@ -979,7 +1011,6 @@ void launch(const Launch& launch) {
   return_worker(own);
   for (auto& helper : helpers) helper.join();
   xray_end_launch();
-  leave_signals();
   if (job.was_interrupted) throw Interrupted();
   if (!job.fault.empty()) throw Fault(job.fault);
 }

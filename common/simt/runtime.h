@@ -120,11 +120,12 @@ struct Worker {
   std::atomic<bool> busy{false};       // inside the device's own code: the watchdog waits
   uint64_t spins = 0, spins_watched = 0;
   std::chrono::steady_clock::time_point spins_since;
+  void (*tick)(Worker&, void* context) = nullptr;  // what the watchdog does
   timer_t timer{};
   pid_t timer_thread = 0;
+  double timer_timeout = 0;
   int crash_signal = -1;  // 0: the watchdog
   uintptr_t crash_address = 0, crash_pc = 0;
-  std::unique_ptr<char[]> signal_stack;
   std::string fault;
   uint64_t barriers = 0, warp_syncs = 0;
 

@@ -17,7 +17,11 @@
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __constant__ static const
+#if defined(__clang__)
 #define __shared__ static thread_local
+#else
+#define __shared__ static thread_local constinit  // so that g++ does not ask at every use whether it is constructed
+#endif
 #define __restrict__ __restrict
 #define __grid_constant__
 #define __launch_bounds__(...)

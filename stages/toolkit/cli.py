@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, device, diff, render, verify, xray
+from stages.toolkit import bench, build, device, diff, mutate, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -169,6 +169,10 @@ def bench_stage(options: argparse.Namespace) -> int:
 def diff_stages(options: argparse.Namespace) -> int:
     print(diff.lesson(load(options.before), load(options.after), colour=sys.stdout.isatty()))
     return 0
+
+
+def mutate_stages(options: argparse.Namespace) -> int:
+    return max(mutate.report(load(name), options.jobs, options.list) for name in options.stages)
 
 
 def device_facts(options: argparse.Namespace) -> int:
@@ -342,6 +346,19 @@ def parser() -> argparse.ArgumentParser:
     sub = command("diff", diff_stages, "show the lesson between two stages: two ideas and what changed", "diff 11 12")
     sub.add_argument("before", help=STAGE_HELP)
     sub.add_argument("after", help=STAGE_HELP)
+
+    sub = command(
+        "mutate",
+        mutate_stages,
+        "break a kernel in one place at a time and see whether the checks notice",
+        "mutate 12",
+        "Takes out each barrier, each bounds test and each padding of shared memory alone, and moves each\n"
+        "comparison by one. Exit code 1 if such a mutant passes the checks: values against float64, faults\n"
+        "under the x-ray, counts against the closed forms.",
+    )
+    sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP)
+    sub.add_argument("--jobs", "-j", type=int, default=2, help="mutants at a time; default: 2")
+    sub.add_argument("--list", action="store_true", help="only list the mutants")
 
     summary = "show the facts of the GPU and of the CPU device that a kernel's author needs"
     command("device", device_facts, summary, "device")

@@ -57,6 +57,10 @@ class Kernel:
         """The counts that the closed forms of the kernel's header give, in float32."""
         return self.stage.cost(**self.stage.sizes(sizes), itemsize=4)
 
+    def bytes_needed(self, *sizes: int) -> int:
+        """What no kernel for this problem can avoid to move, in float32: each tensor once."""
+        return self.stage.family.work(self.stage.sizes(sizes), 4).bytes
+
     def _call(self, sizes: tuple[int, ...], schedule: str, seed: int, block: int | None) -> tuple[Report, bool]:
         family, arguments = self.stage.family, self.arguments(*sizes)
         with ExitStack() as stack:
@@ -121,6 +125,11 @@ def _check_once(base: Kernel, text: str, old: str) -> None:
     raise ValueError(f"{old!r} is not in {file}{hint}")
 
 
+def bytes_moved(report: Report) -> int:
+    """The bytes that global memory moved: whole sectors, whether all of their bytes were asked for or not."""
+    return sum(traffic.bytes_moved for traffic in report.traffic("global"))
+
+
 def faults(report: Report) -> str:
     """The faults of a report as text, one for each pair of lines."""
     merged: dict[tuple, Fault] = {}
@@ -140,9 +149,7 @@ def predict(guess: float | None, seen: float, what: str) -> None:
         print(f"{what}: {seen:,g}. You said {guess:,g}: {'right' if guess == seen else 'not so; why?'}.")
 
 
-def exercise(
-    of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: Mapping[str, int], why: str = ""
-) -> bool:
+def exercise(of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: Mapping[str, int]) -> None:
     """Mark an answer, the changes to a kernel, with the x-ray: no fault, the right result, no count above `at_most`.
 
     Args:
@@ -150,52 +157,50 @@ def exercise(
         answer: Changes as `change` takes them; empty: print how to answer.
         sizes: The problem that it is tried on.
         at_most: Names of `Counts`, or "threads", and what may not be passed.
-        why: A sentence for whoever has solved it.
     """
     if not answer:
         print(f"No answer yet. {HOW}")
         print("Wanted: no faults, the right result, and " + listing(at_most) + ".")
-        return False
+        return
     try:
         tried = change(of, answer)
     except (ValueError, build.BuildError) as error:
         print(f"This cannot be tried: {error}")
-        return False
+        return
     for schedule, seed in SCHEDULES:
         try:
             report, right = tried._call(sizes, schedule, seed, None)
         except KernelFault as error:
             print(f"Not yet. In the {schedule} schedule the kernel did not end: {error}")
-            return False
+            return
         if report.faults:
             print(f"Not yet. In the {schedule} schedule the x-ray reports:\n{faults(report)}")
-            return False
+            return
         if not right:
             print(f"Not yet. No faults, but the result is wrong in the {schedule} schedule.")
-            return False
-    return _mark(report, at_most, why)
+            return
+    _mark(report, at_most)
 
 
-def exercise_layout(name: str, before: tuple[Tensor, ...], answer: object, at_most: Mapping[str, int], why: str = ""):
+def exercise_layout(name: str, before: tuple[Tensor, ...], answer: object, at_most: Mapping[str, int]) -> None:
     """Mark another layout of the same tensors: equal values, and no count above `at_most`; like `exercise`."""
     if answer is None:
         print("No answer yet. Return the same matrices, laid out otherwise, from `prepare`, and run this cell again.")
         print("Wanted: the same values, and " + listing(at_most) + ".")
-        return False
+        return
     same = isinstance(answer, tuple) and len(answer) == len(before)
     if not same or not all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in zip(answer, before, strict=True)):
         print("Not yet. The matrices must keep their shapes and values: only their places in memory may change.")
-        return False
-    return _mark(stage.load(name).xray(*answer), at_most, why)
+        return
+    _mark(stage.load(name).xray(*answer), at_most)
 
 
-def _mark(report: Report, at_most: Mapping[str, int], why: str) -> bool:
+def _mark(report: Report, at_most: Mapping[str, int]) -> None:
     counts = vars(report.counts()) | {"threads": sum(launch.threads for launch in report.launches)}
     rows = [(name.replace("_", " "), f"{counts[name]:,}", f"{limit:,}") for name, limit in at_most.items()]
     print(render.table(("", "yours", "at most"), rows, "<>>"))
     solved = all(counts[name] <= limit for name, limit in at_most.items())
-    print(f"\nSolved. {why}".rstrip() if solved else "\nNot yet: no faults and the right result, but too many.")
-    return solved
+    print("\nSolved." if solved else "\nNot yet: no faults and the right result, but too much.")
 
 
 def listing(at_most: Mapping[str, int]) -> str:

@@ -81,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build.build(chosen, ("simt", "xray", "cuda"))
         if options.skip != "bench":
             records = times(chosen, options.dtypes.split(","))
-            write(options.out / "bench.json", {"machine": nsight.machine(), "records": records})
+            write(options.out / "bench.json", {**nsight.machine(), "records": records})
             tables.append(f"Medians on {torch.cuda.get_device_name()}\n" + table(records))
         if options.skip != "nsight":
             try:
                 record = nsight.record(chosen)
                 write(options.out / "nsight.json", record)
-                tables.append(nsight.table(record["comparisons"]))
-                failed += nsight.failures(record["comparisons"])
+                tables.append(nsight.table(record["rows"]))
+                failed += nsight.failures(record["rows"])
             except (NotAvailable, KernelFault) as error:
                 failed.append(f"no comparison with Nsight Compute: {error}")
     except (NotAvailable, KernelFault, StageNotFound, build.BuildError) as error:

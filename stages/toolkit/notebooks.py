@@ -46,9 +46,14 @@ def execute(path: Path) -> NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute(
-        env=environment
-    )
+    quiet = ["--IPKernelApp.log_level=ERROR"]  # no word about unencrypted local connections
+    NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
+        extra_arguments=quiet,
+    ).execute(env=environment)
     return normalised(notebook)
 
 

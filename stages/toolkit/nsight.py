@@ -214,12 +214,12 @@ def call(number: str, calls: str) -> int:
 
 
 def compare(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """A record for each case: what the GPU and the x-ray counted, and why they differ where that is known.
+    """A row for each case and metric: what the GPU and the x-ray counted, and why they differ where that is known.
 
     Raises:
         ValueError: The launches on the GPU are not those on the CPU device.
     """
-    rest, records = list(profiles), []
+    rest, rows = list(profiles), []
     for case in cases:
         own, rest = rest[: len(case.launches)], rest[len(case.launches) :]
         where = f"{case.stage}, {_sizes(case.sizes)}, {case.dtype}"
@@ -231,69 +231,60 @@ def compare(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[str
             if expected != found:
                 raise ValueError(f"{where}: launched on the CPU device {expected}, on the GPU {found}")
         gpu = {name: sum(seen.counts[name] for seen in own) for name in METRICS}
-        reasons = {name: reason(name, gpu, case.counts) for name in METRICS if gpu[name] != case.counts[name]}
-        record = {"stage": case.stage, "sizes": list(case.sizes), "dtype": case.dtype}
-        records.append(record | {"gpu": gpu, "xray": dict(case.counts), "different": reasons})
+        problem = {"stage": case.stage, "size": list(case.sizes), "dtype": case.dtype}
+        for name, metric in METRICS.items():
+            both = {"hardware": gpu[name], "xray": case.counts[name], "reason": reason(name, gpu, case.counts)}
+            rows.append({**problem, "count": name, "metric": metric, **both})
     if rest:
         raise ValueError(f"{cases[0].stage}: {len(rest)} more launches on the GPU, the first {rest[0].kernel}")
-    return records
+    return rows
 
 
 def reason(name: str, gpu: Mapping[str, int], xray: Mapping[str, int]) -> str:
-    """Why a count differs, or "" where that takes a look at the machine code."""
+    """Why a count differs, or "" where it does not, or where only the machine code can tell."""
     if name.startswith("shared") and gpu[name] < xray[name]:
         return MERGED
-    if (
-        name.endswith("conflicts")
-        and gpu[name.replace("conflicts", "wavefronts")] <= (xray[name.replace("conflicts", "wavefronts")])
-    ):
+    wavefronts = name.replace("conflicts", "wavefronts")
+    if name.endswith("conflicts") and gpu[name] > xray[name] and gpu[wavefronts] <= xray[wavefronts]:
         return ARBITRATION
     return ""
 
 
-def failures(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def failures(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The counts that must be equal and are not."""
     return [
-        f"{r['stage']}, {_sizes(r['sizes'])}, {r['dtype']}: {METRICS[name]} is {r['gpu'][name]:,} on the GPU, "
-        f"{r['xray'][name]:,} under the x-ray"
-        for r in records
-        for name in EXACT
-        if r["gpu"][name] != r["xray"][name]
+        f"{r['stage']}, {_sizes(r['size'])}, {r['dtype']}: {r['metric']} is {r['hardware']:,} on the GPU, "
+        f"{r['xray']:,} under the x-ray"
+        for r in rows
+        if r["count"] in EXACT and r["hardware"] != r["xray"]
     ]
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """For a terminal: what the GPU counted, stage by stage, and each count in which the x-ray differs."""
     columns = [name for name in METRICS if not name.endswith("conflicts")]
-    short = ("loads", "sectors", "stores", "sectors", "shared loads", "shared stores")
+    header = ("", "", "loads", "sectors", "stores", "sectors", "shared loads", "shared stores")
     parts = []
-    for stage in dict.fromkeys(r["stage"] for r in records):
-        own = [r for r in records if r["stage"] == stage]
-        rows = [
-            (
-                _sizes(r["sizes"]),
-                r["dtype"],
-                *(f"{r['gpu'][n]:,}{' *' if n in r['different'] else ''}" for n in columns),
-            )
-            for r in own
-        ]
-        parts.append(
-            f"{stage}, as the GPU counts: requests and sectors, and wavefronts of shared memory\n"
-            + render.table(("", "", *short), rows, "<<" + ">" * len(columns))
-        )
-        different = [(r, name) for r in own for name in r["different"]]
-        if not different:
-            parts[-1] += f"\n  The x-ray counts the same in all {len(own) * len(METRICS)}."
-            continue
-        rows = [
-            (_sizes(r["sizes"]), r["dtype"], name.replace("_", " "), f"{r['gpu'][name]:,}", f"{r['xray'][name]:,}")
-            for r, name in different
-        ]
-        equal = len(own) * len(METRICS) - len(different)
-        parts[-1] += f"\n  The x-ray counts the same in {equal} of {len(own) * len(METRICS)}. Different (*):\n"
-        parts[-1] += render.table(("", "", "", "GPU", "x-ray"), rows, "<<<>>")
-        for text in dict.fromkeys(r["different"][name] for r, name in different):
-            parts[-1] += f"\n  {text or 'no reason known for some: look at the machine code, cuobjdump -sass'}"
+    for stage in dict.fromkeys(r["stage"] for r in rows):
+        own = [r for r in rows if r["stage"] == stage]
+        different = [r for r in own if r["hardware"] != r["xray"]]
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for r in own:
+            cell = f"{r['hardware']:,}{' *' if r in different else ''}"
+            lines.setdefault((_sizes(r["size"]), r["dtype"]), {})[r["count"]] = cell
+        cells = [(*case, *(line[name] for name in columns)) for case, line in lines.items()]
+        text = f"{stage}, as the GPU counts: requests and sectors, and wavefronts of shared memory\n"
+        text += render.table(header, cells, "<<" + ">" * len(columns))
+        text += f"\n  The x-ray counts the same in {len(own) - len(different)} of {len(own)}."
+        if different:
+            cells = [
+                (_sizes(r["size"]), r["dtype"], r["count"].replace("_", " "), f"{r['hardware']:,}", f"{r['xray']:,}")
+                for r in different
+            ]
+            text += " Different (*):\n" + render.table(("", "", "", "GPU", "x-ray"), cells, "<<<>>")
+        for why in dict.fromkeys(r["reason"] for r in different):
+            text += f"\n  {why or 'no reason known for some: look at the machine code, cuobjdump -sass'}"
+        parts.append(text)
     return "\n\n".join(parts)
 
 
@@ -331,7 +322,7 @@ def record(
         raise NotAvailable("this torch finds no GPU here, and Nsight Compute profiles nothing else")
     ncu = find_ncu(ncu)
     build.build(stages, ("xray", "cuda"))
-    comparisons: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for name in stages:
         stage = load(name)
         print(f"{name}: x-ray ... ", end="", file=sys.stderr, flush=True)
@@ -340,11 +331,11 @@ def record(
         print(f"ncu on {len(cases)} calls ... ", end="", file=sys.stderr, flush=True)
         profiles = profile(ncu, stage, cases)
         try:
-            comparisons += compare(cases, profiles)
+            rows += compare(cases, profiles)
         except ValueError as error:
             raise NotAvailable(f"these cannot be compared: {error}") from None
         print("done", file=sys.stderr, flush=True)
-    return {"machine": machine(ncu), "metrics": METRICS, "comparisons": comparisons}
+    return {**machine(ncu), "rows": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -368,9 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(", ".join(f"{name} {value}" for name, value in result["machine"].items()) + "\n")
-    print(table(result["comparisons"]))
-    wrong = failures(result["comparisons"])
+    print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows") + "\n")
+    print(table(result["rows"]))
+    wrong = failures(result["rows"])
     for text in wrong:
         print(f"DIFFERENT: {text}")
     print(f"\nglobal memory: {'FAILED' if wrong else 'all requests and sectors equal'}")

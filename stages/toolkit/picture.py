@@ -8,7 +8,7 @@ import difflib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import matplotlib
 import numpy as np
@@ -18,9 +18,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from stages.toolkit import build, render
+from stages.toolkit import build, lab, render
 from stages.toolkit.lab import Kernel
-from stages.toolkit.report import SECTOR, Access, Counts, Report
+from stages.toolkit.report import METRICS, SECTOR, Access, Counts, Report
 
 PANEL, INK, FAINT = "#f4f5f7", "#22272e", "#8b949e"
 EMPTY = to_rgb("#dde1e6")  # memory that nobody asks for
@@ -82,21 +82,32 @@ def code(kernel: Kernel, first: str, last: str) -> Shown:
         raise ValueError(f"no line of stages/{kernel.stage.name}/kernel.cu holds {missing!r}")
     body = "\n".join(f"{i + 1:3}  {lines[i]}" for i in range(start, end + 1))
     title = f"stages/{kernel.stage.name}/kernel.cu, lines {start + 1} to {end + 1}"
-    return Shown(f"`{title}`\n```cpp\n{body}\n```", f"{title}\n{body}")
+    return _fenced("cpp", body, f"{title}\n{body}", title)
 
 
 def difference(before: Kernel, after: Kernel) -> Shown:
-    """The lines of code that differ between two kernels, without the header comments."""
-    files = [_code_lines(kernel) for kernel in (before, after)]
-    lines = list(difflib.unified_diff(*files, n=0, lineterm=""))[2:]
-    body = "\n".join(line for line in lines if not line.startswith("@@"))
-    return Shown(f"```diff\n{body}\n```", body)
+    """The lines of code that differ between two kernels, but for the kernel's name, blanks and the header comment."""
+    lines, keys = zip(*(_code_lines(kernel) for kernel in (before, after)), strict=True)
+    changes = []
+    for tag, i, j, k, n in difflib.SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+        if tag != "equal":
+            changes += [f"-{line}" for line in lines[0][i:j]] + [f"+{line}" for line in lines[1][k:n]] + [""]
+    body = "\n".join(changes[:-1])
+    return _fenced("diff", body, body)
 
 
-def _code_lines(kernel: Kernel) -> list[str]:
+def _code_lines(kernel: Kernel) -> tuple[list[str], list[str]]:
+    """The lines of a kernel's code, and the same for comparison."""
     lines = kernel.source.read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("#include"))
-    return [line for line in lines[start:] if line.strip()]
+    lines = [line for line in lines[start:] if line.strip()]
+    return lines, [" ".join(line.replace(kernel.stage.operator, "").split()) for line in lines]
+
+
+def _fenced(language: str, body: str, plain: str, title: str = "") -> Shown:
+    # The division is for pages made by nbconvert, which show a fenced block of an output in the font around it.
+    title = title and f"`{title}`\n\n"
+    return Shown(f'{title}<div style="font-family: monospace">\n\n```{language}\n{body}\n```\n\n</div>', plain)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Shown:
@@ -107,43 +118,63 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Shown:
     return Shown("\n".join("| " + " | ".join(line) + " |" for line in lines), render.table(header, cells, align))
 
 
-def counts(**columns: Report | Counts) -> Shown:
-    """Counts side by side, a column each; with two columns of reports first, how many times less the second is."""
+def counts(columns: Mapping[str, Report | Counts], times_less: bool = False) -> Shown:
+    """Counts side by side; with `times_less`, what the second column saves against the first."""
     values = {
-        name.replace("_", " "): asdict(column.counts() if isinstance(column, Report) else column)
-        for name, column in columns.items()
+        title: asdict(column.counts() if isinstance(column, Report) else column) for title, column in columns.items()
     }
-    measured = [asdict(column.counts()) for column in columns.values() if isinstance(column, Report)]
+    header, rows = ["", *values], []
+    for name in (f.name for f in fields(Counts)):
+        row: list[object] = [column[name] for column in values.values()]
+        if any(row):
+            if times_less:
+                row.insert(2, f"{row[0] / row[1]:.3g} ×" if row[0] and row[1] and row[0] != row[1] else "")
+            rows.append((name.replace("_", " "), *row))
+    if times_less:
+        header.insert(3, "times less")
+    return table(header, rows)
+
+
+def ratios(problems: Mapping[str, tuple[Kernel, tuple[int, ...]]]) -> Shown:
+    """What kernels pay for each request and for each byte that their problem needs."""
     rows = []
-    for name in next(iter(values.values())):
-        if any(column[name] for column in values.values()):
-            row = [name.replace("_", " "), *(column[name] for column in values.values())]
-            if len(measured) == 2:
-                row.append(f"{measured[0][name] / measured[1][name]:.3g} ×" if all(m[name] for m in measured) else "")
-            rows.append(row)
-    return table(("", *values, *(["times less"] if len(measured) == 2 else [])), rows)
+    for title, (kernel, sizes) in problems.items():
+        report = kernel.xray(*sizes)
+        count, factor = report.counts(), lab.bytes_moved(report) / kernel.bytes_needed(*sizes)
+        loads, stores = count.load_sectors / count.load_requests, count.store_sectors / count.store_requests
+        rows.append((title, f"{loads:.2f}", f"{stores:.2f}", f"{factor:.2f}"))
+    return table(("", "sectors a load request", "sectors a store request", "bytes moved for each needed"), rows)
 
 
-def nsight(stage: str) -> Shown:
-    """The x-ray's counts beside those of Nsight Compute on a GPU, as they were recorded."""
+def nsight(dtype: str = "float32") -> Shown:
+    """What Nsight Compute counted on a GPU and what the x-ray counted, as recorded in stages/measured/nsight.json.
+
+    The table has the problems of one dtype; a second number in a cell is the x-ray's where it is another one. The
+    sentences around it are about all that was recorded.
+    """
     path = build.PACKAGE / "measured" / "nsight.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-    rows = [row for row in record["rows"] if row["stage"] == stage or row["stage"].partition("_")[0] == stage]
-    if not rows:
-        return say("**Not measured yet.** No comparison with a GPU has been recorded for this stage.")
-    equal = sum(row["hardware"] == row["xray"] for row in rows)
-    cells = [
-        (f"{_size(row['size'])}, {row['metric']}", row["hardware"], row["xray"], "yes" if same else "**no**")
-        for row in rows
-        for same in [row["hardware"] == row["xray"]]
-    ]
-    head = f"Nsight Compute on one {record['card']}: {equal} of {len(rows)} counts are equal."
-    body = table(("problem, metric", "GPU", "x-ray", "equal"), cells)
-    return Shown(f"{head}\n\n{body.markdown}", f"{head}\n{body.plain}")
-
-
-def _size(size: object) -> str:
-    return " x ".join(map(str, size)) if isinstance(size, (list, tuple)) else str(size)
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not record.get("rows"):
+        return say("**Not measured yet.** No comparison with a GPU has been recorded.")
+    names = {metric: name.replace("_", " ") for name, metric in METRICS.items()}
+    columns = [name for name in names.values() if "conflicts" not in name]
+    lines: dict[str, dict[str, str]] = {}
+    reasons: dict[str, int] = {}
+    for row in record["rows"]:
+        gpu, xray, name = row["hardware"], row["xray"], names.get(row["metric"], row["metric"])
+        if gpu != xray:
+            reason = row.get("reason") or "no reason known"
+            reasons[reason] = reasons.get(reason, 0) + 1
+        if row.get("dtype", dtype) == dtype:
+            size = row["size"] if isinstance(row["size"], str) else " x ".join(map(str, row["size"]))
+            line = lines.setdefault(f"{row['stage']}, {size}", dict.fromkeys(columns, ""))
+            line[name] = f"{gpu:,}" if gpu == xray else f"**{gpu:,}** ({xray:,})"
+    rows = [(problem, *(line[name] for name in columns)) for problem, line in lines.items()]
+    body = table((dtype, *columns), rows)
+    total, equal = len(record["rows"]), len(record["rows"]) - sum(reasons.values())
+    head = f"Nsight Compute on one {record['card']}: {equal:,} of {total:,} counts are equal to the x-ray's."
+    tail = "".join(f"\n- {count:,} differ, {reason}" for reason, count in reasons.items())
+    return Shown(f"{head}\n\n{body.markdown}\n{tail}", f"{head}\n{body.plain}\n{tail}".rstrip())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,6 +196,15 @@ def requests(report: Report, name: str, op: str | None = None, warp: int | None 
 def sectors(access: Access) -> list[int]:
     """The sectors that a request touches, counted from the start of its tensor."""
     return sorted({offset // SECTOR for offset in access.offsets if offset >= 0})
+
+
+def _who(access: Access) -> dict[int, list[int]]:
+    """The lanes that ask for each word (of the access's own size), by the word's index."""
+    lanes: dict[int, list[int]] = {}
+    for lane, offset in enumerate(access.offsets):
+        if offset >= 0:
+            lanes.setdefault(offset // access.size, []).append(lane)
+    return lanes
 
 
 def threads(report: Report, name: str) -> Picture:
@@ -190,47 +230,33 @@ def threads(report: Report, name: str) -> Picture:
     return Picture(figure, words + ".")
 
 
-def strips(chosen: Mapping[str, Access], start: Mapping[str, int] | None = None) -> Picture:
-    """Single requests: memory as a row of words, each with the number of the lane that asks for it, cut into sectors.
-
-    Args:
-        chosen: What to draw, under the text that labels it.
-        start: The sector where a row begins; by default the first that is touched.
-    """
-    words, most = [], max(sectors(a)[-1] - sectors(a)[0] + 1 for a in chosen.values())
-    span = max(4, most) * SECTOR
-    figure, axes = _figure(WIDTH, 0.78 * len(chosen) + 0.35)
+def strips(chosen: Mapping[str, Access]) -> Picture:
+    """Single requests: memory as a row of words, cut into sectors, each word with the lane that asks for it."""
+    words, scale = [], 32 / max(sectors(a)[-1] - sectors(a)[0] + 1 for a in chosen.values())  # width of a sector
+    figure, axes = _figure(WIDTH, 0.52 * len(chosen) + 0.15)
     for row, (label, access) in enumerate(chosen.items()):
-        first = (start or {}).get(label, sectors(access)[0]) * SECTOR
-        count, touched = span // access.size, sectors(access)
-        image = np.ones((1, count, 3)) * EMPTY
+        touched, per_sector = sectors(access), SECTOR // access.size
+        first, span = touched[0], touched[-1] - touched[0] + 1
+        y, unit = 2.0 * row, scale / per_sector
+        image = np.ones((1, span * per_sector, 3)) * EMPTY
         for sector in touched:
-            i = (sector * SECTOR - first) // access.size
-            image[0, i : i + SECTOR // access.size] = WASTE
-        y, unit = 2.0 * row, 32 / count
-        lanes: dict[int, list[int]] = {}
-        for lane, offset in enumerate(access.offsets):
-            if offset >= 0:
-                lanes.setdefault((offset - first) // access.size, []).append(lane)
-        for i, who in lanes.items():
-            image[0, i] = LANES[who[0]] if len(who) == 1 else SHARED
-        axes.imshow(image, extent=(0, 32, y + 1, y), interpolation="nearest", zorder=1)
-        axes.add_collection(LineCollection([((i * unit, y), (i * unit, y + 1)) for i in range(count)], color=PANEL))
-        if count <= 40:
-            for i, who in lanes.items():
-                text = str(who[0]) if len(who) == 1 else "all"
-                light = len(who) > 1 or who[0] < 20
-                axes.text(
-                    (i + 0.5) * unit, y + 0.5, text, ha="center", va="center", fontsize=8, color="w" if light else INK
-                )
-        for sector in range(span // SECTOR):
-            left, right = (edge * SECTOR / access.size * unit for edge in (sector, sector + 1))
-            axes.add_patch(Rectangle((left, y), right - left, 1, fill=False, ec=INK, lw=1.4, zorder=3))
-            if span // SECTOR <= 8:
-                number = first // SECTOR + sector
-                axes.text(
-                    (left + right) / 2, y + 1.12, f"sector {number}", ha="center", va="top", fontsize=8, color=INK
-                )
+            image[0, (sector - first) * per_sector : (sector - first + 1) * per_sector] = WASTE
+        who = _who(access)
+        for word, lanes in who.items():
+            image[0, word - first * per_sector] = LANES[lanes[0]] if len(lanes) == 1 else SHARED
+        axes.imshow(image, extent=(0, span * scale, y + 1, y), interpolation="nearest", zorder=1)
+        edges = [((i * unit, y), (i * unit, y + 1)) for i in range(image.shape[1])]
+        axes.add_collection(LineCollection(edges, color=PANEL))
+        if unit > 0.6:
+            for word, lanes in who.items():
+                x, text = (word - first * per_sector + 0.5) * unit, str(lanes[0]) if len(lanes) == 1 else "all"
+                white = len(lanes) > 1 or lanes[0] < 20
+                axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=8, color="w" if white else INK)
+        for i in range(span):
+            axes.add_patch(Rectangle((i * scale, y), scale, 1, fill=False, ec=INK, lw=1.4, zorder=3))
+            if scale > 3:
+                where, text = (i + 0.5) * scale, f"sector {first + i}"
+                axes.text(where, y + 1.12, text, ha="center", va="top", fontsize=8, color=INK)
         axes.text(-0.4, y + 0.5, label, ha="right", va="center", color=INK)
         active = sum(offset >= 0 for offset in access.offsets)
         words.append(f"{label}: {active} lanes, {len(touched)} sector{'s' if len(touched) > 1 else ''}")
@@ -305,9 +331,9 @@ def _matrices(
     m, n, k = sizes
     gap = max(sizes) * 0.14
     places = {"a": (-k - gap, 0, m, k), "b": (0, -k - gap, k, n), "c": (0, 0, m, n)}
-    height = min(WIDTH / len(panels), 4.6) * (k + m + 2.4 * gap) / (k + n + gap)
-    figure, axes = _figure(WIDTH, height + 0.6, len(panels))
-    for ax, (title, now) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
+    height = min(WIDTH / len(panels), 4.6) * (k + m + 2 * gap) / (k + n + gap)
+    figure, axes = _figure(WIDTH, height + 0.3, len(panels))
+    for ax, (title, now) in zip(np.atleast_1d(axes), panels.items(), strict=True):
         for name, (x, y, rows, cols) in places.items():
             image = np.ones((rows * cols, 3)) * EMPTY
             for access in before.get(title, {}).get(name, ()):
@@ -318,11 +344,7 @@ def _matrices(
                 for sector in sectors(access):
                     image[sector * SECTOR // access.size : (sector + 1) * SECTOR // access.size] = WASTE
             for access in now[name]:
-                who: dict[int, list[int]] = {}
-                for lane, offset in enumerate(access.offsets):
-                    if offset >= 0:
-                        who.setdefault(offset // access.size, []).append(lane)
-                for word, lanes in who.items():
+                for word, lanes in _who(access).items():
                     image[word] = colour(access, lanes[0]) if len(lanes) == 1 else SHARED
             _cells(ax, image.reshape(rows, cols, 3), x, y, gap=max(sizes) <= 40)
             per_sector = SECTOR // now[name][0].size
@@ -340,17 +362,14 @@ def _matrices(
 # Shared memory: a word lies in bank (address / 4) mod 32
 
 
-def banks(panels: Mapping[str, Access], rows: int = 32) -> Picture:
-    """Single requests to shared memory: a row of words to each line, a bank to each column, lanes by colour."""
-    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 2) * 0.92 + 0.5, max(len(panels), 1))
+def banks(panels: Mapping[str, Access]) -> Picture:
+    """Single requests to shared memory, 4 bytes a lane: a row is 32 words, a column is a bank, lanes by colour."""
+    asked = {title: _who(access) for title, access in panels.items()}
+    rows = max(32, *(1 + max(who) // 32 for who in asked.values()))
+    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 2) * 0.92 + 0.5, len(panels))
     words = []
-    for ax, (title, access) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
-        image = np.ones((rows, 32, 3)) * EMPTY
-        who: dict[int, list[int]] = {}
-        for lane, offset in enumerate(access.offsets):
-            if offset >= 0:
-                who.setdefault(offset // 4, []).append(lane)
-        depth = [0] * 32
+    for ax, (title, who) in zip(np.atleast_1d(axes), asked.items(), strict=True):
+        image, depth = np.ones((rows, 32, 3)) * EMPTY, [0] * 32
         for word, lanes in who.items():
             image[word // 32, word % 32] = LANES[lanes[0]] if len(lanes) == 1 else SHARED
             depth[word % 32] += 1
@@ -376,6 +395,7 @@ def banks(panels: Mapping[str, Access], rows: int = 32) -> Picture:
 def _figure(width: float, height: float, panels: int = 1):
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, panels)
+    figure.get_layout_engine().set(w_pad=0.08, wspace=0.04)
     for ax in np.atleast_1d(axes):
         ax.axis("off")
         ax.set_aspect("equal")

@@ -1,0 +1,170 @@
+"""The tool that breaks kernels, on planted ones; then every stage: each of its mutants has to be caught."""
+
+import pytest
+
+import stages
+from stages.toolkit import mutate
+from stages.toolkit.cli import main
+from stages.toolkit.errors import NotAvailable
+
+SOURCE = r"""
+#define GUARD(i) if (i < n) // not code of the device
+constexpr int TILE = 32, WIDE = 2;
+constexpr int PAD = 4;  // words
+constexpr int STRIDE = TILE + 1;  // padded, or a column would lie in one bank
+/* if (a < b) */
+__device__ int swizzled(int row, int column) { return column ^ (row % 8); }
+
+template <typename T, int N>
+__global__ void __launch_bounds__(256) kernel(View<const T, 2> x, int64_t n, View<T, 2> y) {
+  __shared__ T a[TILE][TILE + 1], b[8][TILE + PAD];
+  __shared__ alignas(16) T c[2 * TILE + 2];
+  const int i = threadIdx.x;
+  if constexpr (N < 3) return;
+  static_assert(N < 9, "a < b");
+  for (int k = 0; k < n; ++k) a[i][k] = k >= n ? T(0) : x(i, k);
+  if (!(i < n && x(i, 0) <= T('<'))) return;
+  if (i >= n || f(i, i > 2) == 0) { return; }
+  const bool inside = i + 1 < n;
+  const T v = __shfl_sync(0xffffffffu, static_cast<T>(inside), 0);
+  if (inside) __syncthreads();
+  barrier.wait(k); cp::async_wait<0>();
+  __syncwarp(0xffu);  // "quoted"
+  while (i <
+         n) step();
+  y(i, i ^ 1) = b[i ^ N][0];  // swizzle
+  y(i, i ^ 2) = v << 3;
+}
+
+void launcher() { if (a < b) __syncthreads(); }
+"""
+
+
+def test_every_place_is_found_and_nothing_else():
+    found = [(m.kind, m.line, m.change) for m in mutate.mutants(SOURCE)]
+    assert found == [
+        ("padding", 4, "PAD = 4 -> 0"),
+        ("padding", 5, "+ 1 removed"),
+        ("swizzle", 7, "^ (row % 8) removed"),
+        ("padding", 11, "+ 1 removed from a bound"),
+        ("padding", 12, "+ 2 removed from a bound"),
+        ("off by one", 16, "k < n -> k <= n"),
+        ("off by one", 16, "k >= n -> k > n"),
+        ("bounds", 16, "k >= n -> false"),
+        ("bounds", 16, "k >= n -> true"),
+        ("off by one", 17, "i < n -> i <= n"),
+        ("bounds", 17, "i < n -> true"),
+        ("off by one", 17, "x(i, 0) <= T('<') -> x(i, 0) < T('<')"),
+        ("bounds", 17, "x(i, 0) <= T('<') -> true"),
+        ("off by one", 18, "i >= n -> i > n"),
+        ("bounds", 18, "i >= n -> false"),
+        ("off by one", 18, "i > 2 -> i >= 2"),
+        ("bounds", 18, "i > 2 -> false"),
+        ("off by one", 19, "i + 1 < n -> i + 1 <= n"),
+        ("bounds", 19, "i + 1 < n -> true"),
+        ("barrier", 21, "__syncthreads() removed"),
+        ("barrier", 22, "barrier.wait(k) removed"),
+        ("barrier", 22, "cp::async_wait<0>() removed"),
+        ("barrier", 23, "__syncwarp(0xffu) removed"),
+        ("off by one", 24, "i < n -> i <= n"),
+        ("swizzle", 26, "^ 1 removed"),
+        ("swizzle", 26, "^ N removed"),
+    ]
+
+
+def test_a_mutant_differs_in_one_place_and_keeps_its_lines():
+    lines = SOURCE.splitlines()
+    for mutant in mutate.mutants(SOURCE):
+        changed = mutant.source.splitlines()
+        assert len(changed) == len(lines)
+        assert mutant.line in [n for n, pair in enumerate(zip(lines, changed, strict=True), 1) if pair[0] != pair[1]]
+        assert sum(a != b for a, b in zip(lines, changed, strict=True)) <= 2  # one test stands on two lines
+    assert "b[8][TILE + PAD]" in mutate.mutants(SOURCE)[0].source
+
+
+# Stage 12 with B's tile stored by columns, which the padding keeps free of conflicts: its counts are those of stage 12.
+PADDED = {
+    "b_tile[TILE][TILE];": "b_tile[TILE][TILE + 1];",
+    "b_tile[y][x] = ": "b_tile[x][y] = ",
+    "b_tile[k][x]": "b_tile[x][k]",
+}
+# ... and with a test that does nothing: there are no more threads.
+REDUNDANT = {"  if (row < rows && col < cols)": "  if (x < TILE && row < rows && col < cols)"}
+SURVIVOR = "if (x < TILE && row < rows && col < cols) c(row, col) = T(sum);  [x < TILE -> {}]"
+
+
+@pytest.fixture
+def planted(tmp_path):
+    def plant(*changes: dict[str, str]):
+        source = stages.load("12").source.read_text()
+        for old, new in (item for change in changes for item in change.items()):
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        (tmp_path / "kernel.cu").write_text(source)
+        return tmp_path / "kernel.cu"
+
+    return plant
+
+
+def only(monkeypatch, *wanted: str) -> None:
+    """Try these mutants alone: the others take their time and are tried elsewhere."""
+    all_of = mutate.mutants
+    monkeypatch.setattr(mutate, "mutants", lambda source: [m for m in all_of(source) if m.change in wanted])
+
+
+def test_a_padding_is_missed_by_the_counts(planted, monkeypatch):
+    only(monkeypatch, "+ 1 removed from a bound")
+    (outcome,) = mutate.run(stages.load("12"), planted(PADDED))
+    assert outcome.kind == "padding"
+    assert any("shared load wavefronts, not" in text for text in outcome.caught)
+    assert not any("output" in text for text in outcome.caught)  # the values are right, only slow to come
+
+
+def test_a_survivor_is_reported_and_may_be_excused(planted, monkeypatch):
+    only(monkeypatch, "x < TILE -> true", "x < TILE -> x <= TILE", "__syncthreads() removed")
+    stage, kernel = stages.load("12"), planted(REDUNDANT)
+    outcomes = mutate.run(stage, kernel)
+    assert [o.survived for o in outcomes] == [False, False, True, True]
+    assert [o.kind for o in outcomes if not o.survived] == ["barrier", "barrier"]
+    assert all(any(text.startswith("race, line") for text in o.caught) for o in outcomes[:2])
+    text = mutate.table(stage, outcomes)
+    assert "2 of 4 mutants caught" in text
+    for change in ("true", "x <= TILE"):
+        assert f"SURVIVED: kernel.cu:50  {SURVIVOR.format(change)}" in text
+
+    only(monkeypatch, "x < TILE -> true")
+    excuse = {SURVIVOR.format("true"): "a block has TILE columns"}
+    (outcome,) = mutate.run(stage, kernel, excuse)
+    assert not outcome.survived and outcome.excuse == "a block has TILE columns"
+    assert "0 of 1 mutants caught, 1 of no consequence" in mutate.table(stage, [outcome])
+    with pytest.raises(NotAvailable, match="EQUIVALENT has an entry that is no survivor of this kernel: other"):
+        mutate.run(stage, kernel, {**excuse, "other": "?"})
+
+
+def test_a_kernel_that_is_wrong_from_the_start_is_refused(planted):
+    wrong = planted({"T(sum);": "T(sum + 1);"})
+    with pytest.raises(NotAvailable, match="12_matmul_shared: the kernel as it stands does not pass: output off by"):
+        mutate.run(stages.load("12"), wrong)
+
+
+@pytest.mark.parametrize("line, words", [
+    ("*reinterpret_cast<volatile int*>(16) = 1;", "crash|segmentation|memory"),
+    ("while (a(row, 0) == a(row, 0)) {}", "deadlock|for ever|no end|time"),
+])  # fmt: skip
+def test_a_crash_and_an_endless_loop_are_caught(planted, line, words):
+    broken = planted({"  Accumulator<T> sum = 0;": f"  {line} Accumulator<T> sum = 0;"})
+    with pytest.raises(NotAvailable, match=f"does not pass: .*({words})"):
+        mutate.run(stages.load("12"), broken)
+
+
+def test_the_command_lists_mutants(capsys):
+    assert main(["mutate", "12", "--list"]) == 0
+    assert "k0 + x < inner -> k0 + x <= inner" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_every_mutant_of_a_stage_is_caught(name):
+    stage = stages.load(name)
+    outcomes = mutate.run(stage)
+    assert outcomes
+    assert not any(outcome.survived for outcome in outcomes), mutate.table(stage, outcomes)
