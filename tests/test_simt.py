@@ -1,6 +1,7 @@
 """The CPU device itself: planted faults found at their lines, correct kernels right in every schedule, launches that
 fail and leave the process well."""
 
+import json
 import os
 import re
 import signal
@@ -342,6 +343,18 @@ def test_bank_conflicts_and_padding(operations):
         assert (store["requests"], store["wavefronts"]) == (32, 32)
 
 
+def test_wavefronts_and_conflicts_as_an_h100_counts_them(operations):
+    """447 patterns of lanes over shared memory, 4, 8 and 16 bytes wide, against what Nsight Compute counted."""
+    golden = json.loads((HERE.parent / "golden" / "shared_wavefronts.json").read_text())
+    for width, offsets, load, load_conflicts, store, store_conflicts in golden["rows"]:
+        x = torch.tensor(offsets, dtype=torch.float32)
+        for name, expected in {"load": (load, load_conflicts), "store": (store, store_conflicts)}.items():
+            recording, _ = operations.xray(f"pattern_{name}_{width}", x, torch.zeros(32), 32)
+            sites = [s for s in recording["sites"] if s["space"] == "shared" and s["op"] == name]
+            (site,) = (s for s in sites if s["size"] == 4 * width)
+            assert (site["requests"], site["wavefronts"], site["conflicts"]) == (1, *expected), (name, width, offsets)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
 def test_requests_of_lanes_that_part(operations, schedule):
     """Lanes with loops of unequal length: the n-th access of all lanes that make one is one request, always."""
@@ -441,6 +454,18 @@ def test_interrupt_ends_a_long_launch(operations):
             stages.load("10").matmul(a, a)
     assert time.monotonic() - begin < 5
     x, y = torch.arange(64.0), torch.zeros(64)
+    operations.simt("reversed", x, y, 64)
+    assert torch.equal(y, x.flip(0))
+
+
+def test_interrupt_inside_a_long_block(operations):
+    x, y = torch.arange(64.0), torch.zeros(64)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        operations.simt("long_block", x, y, 64)
+    assert time.monotonic() - begin < 0.9
     operations.simt("reversed", x, y, 64)
     assert torch.equal(y, x.flip(0))
 

@@ -35,8 +35,8 @@ py::dict to_dict(const simt::Recording& recording) {
   for (const auto& s : recording.sites) {
     sites.append(py::dict("launch"_a = s.launch, "pc"_a = s.pc, "op"_a = name_of(s.op), "space"_a = name_of(s.space),
                           "tensor"_a = s.tensor, "shared"_a = s.shared, "size"_a = s.size, "requests"_a = s.requests,
-                          "sectors"_a = s.sectors, "wavefronts"_a = s.wavefronts, "lanes"_a = s.lanes,
-                          "bytes"_a = s.lanes * uint64_t(s.size)));
+                          "sectors"_a = s.sectors, "wavefronts"_a = s.wavefronts, "conflicts"_a = s.conflicts,
+                          "lanes"_a = s.lanes, "bytes"_a = s.lanes * uint64_t(s.size)));
   }
   for (const auto& f : recording.faults) {
     faults.append(py::dict("kind"_a = f.kind, "launch"_a = f.launch, "pc"_a = f.pc, "other_pc"_a = f.other_pc,

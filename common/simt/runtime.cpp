@@ -103,6 +103,9 @@ namespace simt {
 Config config;
 bool (*interrupted)() = nullptr;
 
+using Clock = std::chrono::steady_clock;
+constexpr auto ASK_EVERY = std::chrono::milliseconds(100);  // how often a launch looks for an interrupt
+
 int worker_limit() {
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   return config.workers > 0 ? std::min(config.workers, 64) : std::min(cores, 64);
@@ -261,6 +264,8 @@ void release_barrier(Worker& worker) {
   }
   ++worker.barriers;
   ++worker.switches;
+  // A block may last: now and then its launcher looks whether it is still wanted.
+  if (worker.ask && worker.barriers % 64 == 0 && Clock::now() - worker.asked > ASK_EVERY) worker.pause_due = true;
 }
 
 // Finishes every warp operation whose lanes have all come; false: none did.
@@ -401,6 +406,10 @@ void yield(Worker& worker) {
     if (&next == &thread) return;
     if (!next.sp) next.sp = fresh_stack(worker);
     to = next.sp;
+  }
+  if (worker.pause_due) {
+    worker.resume_sp = to;
+    to = worker.main_sp;
   }
   simt_switch(&thread.sp, to);
 }
@@ -812,8 +821,6 @@ const std::vector<SharedVariable>& shared_variables_of(const void* entry) {
 // ---- launches -----------------------------------------------------------------------------------------------------
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 std::mutex pool_mutex;
 std::condition_variable pool_changed;
 std::vector<std::unique_ptr<Worker>> pool;  // all that were ever made
@@ -901,6 +908,17 @@ bool run_block(Worker& worker) {
   worker.warp = pick(worker, worker.runnable_warps);
   if (!choose(worker)) return true;
   simt_switch(&worker.main_sp, fresh_stack(worker));
+  while (worker.pause_due && worker.crash_signal < 0) {
+    worker.pause_due = false;
+    worker.asked = Clock::now();
+    if (worker.ask()) {
+      worker.was_interrupted = true;
+      worker.fault = "interrupted";
+      break;
+    }
+    if (worker.resume_sp == worker.main_sp) break;  // the block has ended meanwhile
+    simt_switch(&worker.main_sp, worker.resume_sp);
+  }
   if (worker.crash_signal >= 0) worker.fault = explain_crash(worker);
   if (worker.fault.empty()) {
     if (worker.xray) xray_end_block(worker);
@@ -930,7 +948,9 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
   signal_stack.ensure();
   ensure_watchdog(worker);
 
-  auto asked = Clock::now();
+  const auto begin = worker.asked = Clock::now();
+  worker.ask = launching ? interrupted : nullptr;
+  worker.pause_due = worker.was_interrupted = false;
   bool first = true;
   while (!job.stop.load(std::memory_order_relaxed)) {
     const uint64_t i = job.next.fetch_add(1, std::memory_order_relaxed);
@@ -938,19 +958,17 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
     begin_block(worker, block_at(job, i));
     if (!run_block(worker)) {
       std::lock_guard lock(job.mutex);
+      job.was_interrupted |= worker.was_interrupted;
       if (job.fault.empty()) job.fault = worker.fault;
       job.stop = true;
       break;
     }
     if (!launching) continue;
     const auto now = Clock::now();
-    if (first && now - asked > std::chrono::microseconds(20)) first = false, after_first();
-    if (interrupted && now - asked > std::chrono::milliseconds(100)) {
-      asked = now;
-      if (interrupted()) {
-        job.was_interrupted = true;
-        job.stop = true;
-      }
+    if (first && now - begin > std::chrono::microseconds(20)) first = false, after_first();
+    if (worker.ask && now - worker.asked > ASK_EVERY) {
+      worker.asked = now;
+      if (worker.ask()) job.was_interrupted = job.stop = true;
     }
   }
 

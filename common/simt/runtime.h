@@ -116,6 +116,11 @@ struct Worker {
   char* tls = nullptr;  // the module's thread-local segment on this OS thread
   const std::vector<SharedVariable>* shared = nullptr;
 
+  bool (*ask)() = nullptr;  // the launching thread's: is there an interrupt?
+  std::chrono::steady_clock::time_point asked;
+  bool pause_due = false, was_interrupted = false;
+  void* resume_sp = nullptr;
+
   uint64_t switches = 0, watched = 0;  // progress, and what the watchdog saw of it
   std::atomic<bool> busy{false};       // inside the device's own code: the watchdog waits
   uint64_t spins = 0, spins_watched = 0;

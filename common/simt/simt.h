@@ -25,7 +25,7 @@
 #define __restrict__ __restrict
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 
 // Code of the device itself, which the x-ray must not see as the kernel's.
 #define SIMT_UNSEEN __attribute__((no_sanitize("thread")))

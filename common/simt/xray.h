@@ -33,7 +33,7 @@ struct SiteFacts {
   int tensor;  // -1 for shared memory
   std::string shared;
   int size;
-  uint64_t requests, sectors, wavefronts, lanes;
+  uint64_t requests, sectors, wavefronts, conflicts, lanes;
 };
 
 struct FaultFacts {

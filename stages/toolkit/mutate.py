@@ -330,6 +330,7 @@ def _counts(stage: Stage, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _child(connection: Connection, stage: str, module: Path) -> None:
+    torch.set_num_threads(1)
     try:
         connection.send(check(load(stage), module))
     except BaseException as error:  # whatever it is, the kernel's change has led to it

@@ -45,7 +45,8 @@ def execute(path: Path) -> NotebookNode:
         CellExecutionError: A cell raised. The text has the cell and the traceback.
     """
     notebook = nbformat.read(path, as_version=4)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search}
     quiet = ["--IPKernelApp.log_level=ERROR"]  # no word about unencrypted local connections
     NotebookClient(
         notebook,

@@ -75,10 +75,10 @@ def say(text: str) -> Shown:
 def code(kernel: Kernel, first: str, last: str) -> Shown:
     """The lines of a kernel's file from the first that holds the text `first` to the next that holds `last`."""
     lines = kernel.source.read_text(encoding="utf-8").splitlines()
-    start = next((i for i, line in enumerate(lines) if first in line), None)
-    end = start is not None and next((i for i in range(start, len(lines)) if last in lines[i]), None)
-    if start is None or end is None or end is False:
-        missing = first if start is None else last
+    start = next((i for i, line in enumerate(lines) if first in line), len(lines))
+    end = next((i for i in range(start, len(lines)) if last in lines[i]), None)
+    if end is None:
+        missing = first if start == len(lines) else last
         raise ValueError(f"no line of stages/{kernel.stage.name}/kernel.cu holds {missing!r}")
     body = "\n".join(f"{i + 1:3}  {lines[i]}" for i in range(start, end + 1))
     title = f"stages/{kernel.stage.name}/kernel.cu, lines {start + 1} to {end + 1}"
@@ -167,7 +167,7 @@ def nsight(dtype: str = "float32") -> Shown:
             reasons[reason] = reasons.get(reason, 0) + 1
         if row.get("dtype", dtype) == dtype:
             size = row["size"] if isinstance(row["size"], str) else " x ".join(map(str, row["size"]))
-            line = lines.setdefault(f"{row['stage']}, {size}", dict.fromkeys(columns, ""))
+            line = lines.setdefault(f"stage {row['stage'].partition('_')[0]}, {size}", dict.fromkeys(columns, ""))
             line[name] = f"{gpu:,}" if gpu == xray else f"**{gpu:,}** ({xray:,})"
     rows = [(problem, *(line[name] for name in columns)) for problem, line in lines.items()]
     body = table((dtype, *columns), rows)

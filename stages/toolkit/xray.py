@@ -17,7 +17,9 @@ COUNTS = ("requests", "sectors", "wavefronts", "conflicts", "lanes", "bytes")
 
 
 @contextmanager
-def recording(schedule: str = "forward", seed: int = 0, trace: int = 0, trace_block: int = -1) -> Iterator[Report]:
+def recording(
+    schedule: str = "forward", seed: int = 0, trace: int = 0, trace_block: int = -1, workers: int = 1
+) -> Iterator[Report]:
     """Run the CPU operators called inside on their instrumented modules, and report what they did.
 
     The whole process records, one recording at a time. Results are those of an ordinary call.
@@ -27,6 +29,8 @@ def recording(schedule: str = "forward", seed: int = 0, trace: int = 0, trace_bl
         seed: Picks the order of a random schedule.
         trace: How many single requests to keep, for drawing.
         trace_block: The block to keep them from, by its linear index; -1 for all.
+        workers: How many cores share the blocks, 0 for all. The counts do not depend on it; with one, neither does
+            which of several blocks in a race is named first.
 
     Yields:
         The report, filled when the block ends, also when it ends in an exception.
@@ -54,7 +58,7 @@ def recording(schedule: str = "forward", seed: int = 0, trace: int = 0, trace_bl
     def recorder(stage: kernels.Kernels, function: str, arguments: tuple[object, ...]) -> None:
         module = stage.module("xray")
         left = trace - sum(len(call.raw["trace"]) for call in calls)
-        module.configure(schedule=schedule, seed=seed)
+        module.configure(schedule=schedule, seed=seed, workers=workers)
         module.xray_start(trace=left, trace_block=trace_block)
         try:
             kernels.call(module, function, arguments)

@@ -101,6 +101,36 @@ __global__ void transpose_padded(In x, Out y) {
   y(threadIdx.x) = tile[j][i];
 }
 
+// x holds a word offset for each lane, -1 for a lane that takes no part: one shared request of a given width.
+template <typename Word>
+__global__ void pattern_load(In x, Out y) {
+  __shared__ __align__(128) float words[512];
+  for (int i = threadIdx.x; i < 512; i += 32) words[i] = float(i);
+  __syncthreads();
+  const int offset = int(x(threadIdx.x));
+  if (offset < 0) return;
+  const Word word = *reinterpret_cast<const Word*>(&words[offset]);
+  y(threadIdx.x) = reinterpret_cast<const float&>(word);
+}
+
+template <typename Word>
+__global__ void pattern_store(In x, Out y) {
+  __shared__ __align__(128) float words[512];
+  const int offset = int(x(threadIdx.x));
+  Word word;
+  for (unsigned i = 0; i < sizeof(Word) / 4; ++i) reinterpret_cast<float*>(&word)[i] = y(threadIdx.x);
+  if (offset >= 0) *reinterpret_cast<Word*>(&words[offset]) = word;
+}
+
+__global__ void long_block(In x, Out y) {  // one block that takes long, barrier after barrier
+  float v = x(0);
+  for (int i = 0; i < 2000000; ++i) {
+    v += 1;
+    __syncthreads();
+  }
+  y(threadIdx.x) = v;
+}
+
 __global__ void uneven(In x, Out y) {  // lanes make different numbers of accesses, far more than a log holds
   float sum = 0;
   for (int k = 0; k < 200 + 3 * int(threadIdx.x); ++k) sum += x(k % int(x.size[0]));
@@ -170,6 +200,13 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL(from_shared);
   KERNEL(rounding);
   KERNEL(handshake);
+  if (name == "long_block") return go.operator()<long_block>();
+  if (name == "pattern_load_1") return go.operator()<pattern_load<float>>();
+  if (name == "pattern_load_2") return go.operator()<pattern_load<float2>>();
+  if (name == "pattern_load_4") return go.operator()<pattern_load<float4>>();
+  if (name == "pattern_store_1") return go.operator()<pattern_store<float>>();
+  if (name == "pattern_store_2") return go.operator()<pattern_store<float2>>();
+  if (name == "pattern_store_4") return go.operator()<pattern_store<float4>>();
   if (name == "reversed") return go.operator()<reversed>(size_t(threads) * sizeof(float));
   if (name == "spread") return launch<spread>({3, 5, 2}, dim3(4, 3, 2), 0, stream, x, y);
   if (name == "wide_grid") return launch<spread>({1, 65536}, dim3(1), 0, stream, x, y);

@@ -1,0 +1,206 @@
+"""The notebooks: each runs without a GPU, in time, and its outputs are those that are committed."""
+
+import json
+import re
+import time
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="needs the notebooks' packages: pip install -e '.[notebooks]'")
+pytest.importorskip("nbclient")
+pytest.importorskip("matplotlib")
+
+import stages  # noqa: E402
+from stages.toolkit import build, lab, notebooks, picture  # noqa: E402
+from stages.toolkit.report import METRICS  # noqa: E402
+
+PATHS = notebooks.paths()
+SECONDS = 60
+
+
+@pytest.fixture(params=PATHS, ids=[path.stem for path in PATHS])
+def path(request):
+    return request.param
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def test_every_notebook_belongs_to_a_stage():
+    assert PATHS
+    assert {path.stem for path in PATHS} <= set(stages.names())
+
+
+def test_it_runs_in_time_and_gives_what_is_committed(path):
+    build.build(stages.names(), ("xray",), progress=False)
+    start = time.monotonic()
+    fresh = notebooks.execute(path)
+    assert time.monotonic() - start < SECONDS
+    assert notebooks.differences(nbformat.read(path, as_version=4), fresh) == []
+
+
+def test_it_is_committed_as_it_was_refreshed(path):
+    committed = nbformat.read(path, as_version=4)
+    nbformat.validate(committed)
+    assert committed == notebooks.normalised(nbformat.read(path, as_version=4))
+    code = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [output for output in outputs(committed) if output.output_type == "error"]
+    assert not [output for output in outputs(committed) if output.get("name") == "stderr"]
+
+
+def test_it_has_pictures_with_words_and_no_traces_of_a_machine(path):
+    committed = nbformat.read(path, as_version=4)
+    pictures = [output for output in outputs(committed) if "image/png" in output.get("data", {})]
+    assert pictures
+    assert all(output.data["text/plain"] and output.metadata["image/png"]["alt"] for output in pictures)
+    text = "\n".join(notebooks.text(committed))
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|usr|work|var|Users|opt)/|<[\w.]+ object at 0x", text)
+    assert str(notebooks.ROOT) not in text
+
+
+def test_it_has_the_parts_of_a_lesson_and_its_links_lead_somewhere(path):
+    committed = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
+    assert text.startswith(f"# {path.stem[:2]} · {stages.load(path.stem).title}")
+    for part in ("**The question.**", "## The idea", "## The code that matters", "## Predict, then run"):
+        assert part in text
+    for part in ("## The counts", "## Break it", "## What still costs", "## Exercise"):
+        assert part in text
+    assert all((path.parent / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_progress_and_pieces_of_streams_are_not_kept():
+    def stream(name, text):
+        return nbformat.v4.new_output("stream", name=name, text=text)
+
+    cell = nbformat.v4.new_code_cell("1", execution_count=7)
+    cell.outputs = [
+        stream("stderr", "building 12_matmul_shared (xray) ... "),
+        stream("stderr", "4.2 s\n"),
+        stream("stdout", "a"),
+        stream("stdout", "b\n"),
+        stream("stderr", "a warning\n"),
+    ]
+    (cell,) = notebooks.normalised(nbformat.v4.new_notebook(cells=[cell])).cells
+    assert cell.execution_count == 1
+    assert [(output.name, output.text) for output in cell.outputs] == [("stdout", "ab\n"), ("stderr", "a warning\n")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lab
+
+
+@pytest.mark.parametrize(
+    ("old", "complaint"),
+    [
+        ("__syncthreads();", r"stands 2 times in stages/12_matmul_shared/kernel.cu, on lines \d+, \d+; give more text"),
+        ("a_tile[y][x] = row <= rows;", r"is not in stages/12_matmul_shared/kernel.cu; the nearest is line \d+: 'a_"),
+        ("no such text anywhere in it", r"is not in stages/12_matmul_shared/kernel.cu$"),
+        (" ", "is empty; give a line of the kernel"),
+    ],
+)
+def test_a_change_of_text_that_is_not_there_exactly_once_is_refused(old, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        lab.change("12", {old: ""})
+
+
+def test_a_change_leaves_the_stage_as_it_is(capsys):
+    before = lab.kernel("12").source.read_bytes()
+    lab.exercise("12", {"a_tile[y][k]": "a_tile[y][k"}, 32, 32, 32, at_most={})
+    assert re.search(r"cannot be tried: .*failed.*\n(.*\n)*.*error", capsys.readouterr().out)
+    assert lab.kernel("12").source.read_bytes() == before
+    assert lab.kernel("12").is_right(32, 32, 32)
+
+
+def mark_stage_00(answer):
+    lab.exercise("00", answer, 1000, at_most={"threads": 256, "load_sectors": 250, "store_sectors": 125})
+
+
+FOUR_A_THREAD = {
+    "{ceil_div(out.size[0], THREADS)}": "{ceil_div(out.size[0], 4 * THREADS)}",
+    "const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;": "",
+}
+
+
+def test_exercise_00(capsys):
+    mark_stage_00({})
+    assert "No answer yet" in capsys.readouterr().out
+    line = "if (i < out.size[0])"
+    apart = "for (int64_t i = blockIdx.x * 4 * THREADS + threadIdx.x, j = 0; j < 4; ++j, i += THREADS) "
+    mark_stage_00(FOUR_A_THREAD | {line: apart + line})
+    assert "\nSolved." in capsys.readouterr().out
+    side_by_side = "for (int64_t i = 4 * (blockIdx.x * THREADS + threadIdx.x), j = 0; j < 4; ++j, ++i) "
+    mark_stage_00(FOUR_A_THREAD | {line: side_by_side + line})
+    assert "too much" in capsys.readouterr().out
+    mark_stage_00({"if (i < out.size[0]) ": ""})
+    assert "out of bounds" in capsys.readouterr().out
+    mark_stage_00({"T(alpha *": "T(2 * alpha *"})
+    assert "the result is wrong" in capsys.readouterr().out
+
+
+def test_exercise_10(capsys):
+    a, b = lab.kernel("10").arguments(64, 64, 64)
+    limit = {"load_sectors": 5 * 64**3 // 32}
+    for answer, reply in [
+        (None, "No answer yet"),
+        ((a, b), "Not yet: no faults and the right result, but too much"),
+        ((a, 2 * b), "must keep their shapes and values"),
+        ((a.T.contiguous().T, b), "Solved."),
+    ]:
+        lab.exercise_layout("10", (a, b), answer, at_most=limit)
+        assert reply in capsys.readouterr().out
+
+
+def test_exercise_11(capsys):
+    answer = {
+        "constexpr int ROWS = 8;": "constexpr int ROWS = 16;",
+        "constexpr int COLS = 32;": "constexpr int COLS = 16;",
+    }
+    limits = {"threads": 64 * 64, "load_sectors": 4 * 64**3 // 32, "store_sectors": 64 * 64 // 8}
+    lab.exercise("11", answer, 64, 64, 64, at_most=limits)
+    assert "Solved." in capsys.readouterr().out
+
+
+def test_exercise_12(capsys):
+    base = lab.change("12", {"b_tile[y][x] = ": "b_tile[x][y] = ", "(b_tile[k][x])": "(b_tile[x][k])"})
+    limits = {"shared_load_conflicts": 0, "shared_store_conflicts": 0, "load_sectors": 2048}
+    lab.exercise(base, {"T b_tile[TILE][TILE]": "T b_tile[TILE][TILE + 1]"}, 64, 64, 64, at_most=limits)
+    assert "Solved." in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pictures
+
+
+def test_pictures_are_the_same_on_every_run():
+    kernel = lab.kernel("11")
+    first, second = (picture.product({"stage 11": kernel.xray(32, 32, 16, block=0)}, (32, 32, 16)) for _ in range(2))
+    assert first.png == second.png and first.png.startswith(b"\x89PNG")
+    assert first.words == "stage 11: A: 1 sector, B: 4 sectors, C: 4 sectors."
+
+
+def test_what_cannot_be_shown_is_told():
+    kernel = lab.kernel("11")
+    with pytest.raises(ValueError, match="no request for 'a'; take the x-ray with block=0"):
+        picture.requests(kernel.xray(32, 32, 8), "a")
+    with pytest.raises(ValueError, match="no line of stages/11_matmul_coalesced/kernel.cu holds 'no such line'"):
+        picture.code(kernel, "no such line", "}")
+
+
+def test_the_comparison_with_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    assert "Not measured yet" in picture.nsight().markdown
+    (tmp_path / "measured").mkdir()
+    row = {"stage": "12_matmul_shared", "size": [64, 32, 96], "dtype": "float32"}
+    rows = [
+        row | {"metric": METRICS["load_sectors"], "hardware": 1536, "xray": 1536},
+        row | {"metric": METRICS["shared_load_wavefronts"], "hardware": 7000, "xray": 8000, "reason": "wider reads"},
+    ]
+    record = json.dumps({"card": "NVIDIA H100", "rows": rows})
+    (tmp_path / "measured" / "nsight.json").write_text(record)
+    text = picture.nsight().markdown
+    assert "NVIDIA H100: 1 of 2 counts are equal" in text
+    assert "| stage 12, 64 x 32 x 96 |  | 1,536 |  |  | **7,000** (8,000) |  |" in text
+    assert "1 differ, wider reads" in text

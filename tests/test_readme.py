@@ -1,0 +1,68 @@
+"""The README: its computed parts are current, its commands and its links lead somewhere, its code runs."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from stages.toolkit import build, cli, nsight, readme  # noqa: E402
+from stages.toolkit.report import METRICS  # noqa: E402
+
+TEXT = readme.README.read_text(encoding="utf-8")
+
+
+def test_what_is_computed_is_current(capsys):
+    assert readme.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert len(links) > 10
+    assert [link for link in links if "://" not in link and not (build.ROOT / link).exists()] == []
+
+
+def test_commands_exist():
+    known = set(cli.parser()._subparsers._group_actions[0].choices)
+    named = set(re.findall(r"python -m stages ([a-z]+)", TEXT))
+    assert {"run", "info", "diff", "xray"} <= named <= known
+    for module in re.findall(r"python -m stages\.toolkit\.(\w+)", TEXT):
+        assert (build.PACKAGE / "toolkit" / f"{module}.py").exists()
+    assert "pip install -r requirements.txt -e '.[test]'" in TEXT  # .ci/run installs by this line
+    assert re.search(
+        r"^<!-- test-command -->\n```bash\npython -m pytest\n```$", TEXT, re.MULTILINE
+    )  # and tests by this
+
+
+def test_its_code_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'"), {})  # the default takes its time
+    assert capsys.readouterr().out == "torch.Size([300, 100])\n"
+
+
+def test_marks_that_are_missing_are_named():
+    with pytest.raises(ValueError, match="README.md has no <!-- stages:begin -->"):
+        readme.refreshed(TEXT.replace("<!-- stages:begin -->", ""))
+
+
+def test_records_become_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "MEASURED", tmp_path)
+    assert "Not measured yet" in readme.figures() and "Not compared yet" in readme.figures()
+    assert "Not measured yet" in readme.device_cost()
+    machine = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "ncu": "3"}
+    bench = {"stage": "12_matmul_shared", "sizes": {"M": 1024, "N": 1024, "K": 64}, "dtype": "float32", "ms": 1.5}
+    bench |= {"incumbent": "torch.matmul", "incumbent_ms": 0.5, "percent_of_limit": 12.34, "limit": "arithmetic"}
+    (tmp_path / "bench.json").write_text(json.dumps({**machine, "records": [bench]}))
+    row = {"stage": "12_matmul_shared", "size": [1], "dtype": "float32", "xray": 2, "reason": ""}
+    rows = [{**row, "count": name, "hardware": 2} for name in METRICS]
+    rows[4] |= {"hardware": 1, "reason": nsight.MERGED}
+    (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))
+    text = readme.figures()
+    assert "| 12_matmul_shared | 1,024×1,024×64 | float32 | 1.5 | 0.5 | 12.3 % of arithmetic |" in text
+    assert "Medians on one A Card, driver 1.2, torch 2, 2026-01-01; float32 without TF32. Matmul beside `torch" in text
+    assert "7 of 8 are equal, all 4 requests and sectors" in text
+    assert f"- 1 in shared memory: {nsight.MERGED}" in text
+    rows[0]["hardware"] = 1
+    (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))
+    assert "**not all** 4 requests" in readme.figures()
