@@ -122,7 +122,7 @@ def problem(name: str):
 
 
 def test_every_kernel_of_the_file_is_tested(faults):
-    assert sorted({*FOUND, *RAISED, *CORRECT, "local_memory"}) == sorted(faults.kernels)
+    assert sorted({*FOUND, *RAISED, *CORRECT, "local_memory", "no_end"}) == sorted(faults.kernels)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
@@ -182,10 +182,20 @@ def test_raised_and_the_next_launch_works(faults, variant, name):
 
 
 @pytest.mark.parametrize("variant", ["simt", "xray"])
-def test_local_memory_past_the_stack(faults, variant):
-    x, y, _ = problem("local_memory")
-    with pytest.raises(RuntimeError, match=r"local_memory.*more local memory than its 64 KiB"):
-        call(faults.modules[variant], "run", ("local_memory", x, y, 1))
+@pytest.mark.parametrize("name", ["local_memory", "no_end"])
+def test_recursion_past_the_stack(faults, variant, name):
+    x, y, _ = problem(name)
+    with pytest.raises(RuntimeError, match=rf"{name}.*thread \(0, 0, 0\).* used more local memory than its 64 KiB"):
+        call(faults.modules[variant], "run", (name, x, y, 1))
+    faults.simt("neighbour", x, y, 1)
+    assert torch.equal(y, x.flip(0))
+
+
+def test_a_frame_past_the_stack_does_not_compile(tmp_path):
+    source = (HERE / "faults.cu").read_text().replace("volatile float local[100];", "volatile float local[100000];")
+    (tmp_path / "faults.cu").write_text(source)
+    with pytest.raises(build.BuildError, match="frame size of 4000"):
+        build.build_module(tmp_path / "faults.cu", HERE / "faults.cpp", "simt", tmp_path)
 
 
 def test_faulthandler_keeps_its_signals(faults):

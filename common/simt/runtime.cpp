@@ -127,20 +127,43 @@ namespace {
 
 constexpr int MAX_WORKERS = 64;
 constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;
+constexpr size_t SLAB_GUARD =
+    size_t(2) << 20;  // below each worker's stacks; as large as a large page, to keep them aligned
+constexpr size_t LARGE_PAGES = size_t(16) << 20;  // of a worker's stacks: 256 of them, the usual block
 uintptr_t stacks_low = 0, stacks_high = 0;
+Worker* worker_of_slab[MAX_WORKERS];
 
 // One reservation for all stacks, so that "is this address on a stack" is one comparison.
 void reserve_stacks() {
-  const size_t size = SLAB_SIZE * MAX_WORKERS + STACK_SIZE;
-  void* memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const size_t size = (SLAB_SIZE + SLAB_GUARD) * MAX_WORKERS;
+  void* memory = mmap(nullptr, size + SLAB_GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("the CPU device could not reserve address space for its stacks");
-  stacks_low = (uintptr_t(memory) + STACK_SIZE - 1) & ~(STACK_SIZE - 1);
-  stacks_high = stacks_low + SLAB_SIZE * MAX_WORKERS;
+  stacks_low = (uintptr_t(memory) + SLAB_GUARD - 1) & ~(SLAB_GUARD - 1);
+  stacks_high = stacks_low + size;
 }
 
 void thread_main();
 
 Here* top_of(Worker& worker, int stack) { return here_of(uintptr_t(worker.slab) + size_t(stack) * STACK_SIZE); }
+
+// Between two stacks lies no guard page: it would keep the system from backing stacks with large pages, and a switch
+// from one to the next costs a translation miss without them. The compiler refuses a frame that comes near a stack's
+// size; what recursion uses beyond is found by marks at the stack's end, or, at the end of all stacks, by a guard.
+constexpr uint64_t MARK = 0x5af0c0de5af0c0deu;
+constexpr int MARKS = 8, MARK_STRIDE = 16;  // words: one in each 128 bytes of the last KiB
+
+uint64_t* end_of(Worker& worker, int stack) {
+  return reinterpret_cast<uint64_t*>(worker.slab + size_t(stack) * STACK_SIZE);
+}
+void prepare_stack(Worker& worker, int stack) {
+  top_of(worker, stack)->worker = &worker;
+  for (int i = 0; i < MARKS; ++i) end_of(worker, stack)[i * MARK_STRIDE] = MARK;
+}
+bool has_overflowed(Worker& worker, int stack) {
+  uint64_t changed = 0;
+  for (int i = 0; i < MARKS; ++i) changed |= end_of(worker, stack)[i * MARK_STRIDE] ^ MARK;
+  return changed != 0;
+}
 
 int take_stack(Worker& worker) {
   if (!worker.free_stacks.empty()) {
@@ -149,10 +172,7 @@ int take_stack(Worker& worker) {
     return stack;
   }
   const int stack = worker.stacks_made++;
-  // The lowest page is a guard: a thread that uses more local memory than its stack has faults there.
-  static const long page = sysconf(_SC_PAGESIZE);
-  if (page <= 16 * 1024) mprotect(worker.slab + size_t(stack) * STACK_SIZE, size_t(page), PROT_NONE);
-  top_of(worker, stack)->worker = &worker;
+  prepare_stack(worker, stack);
   return stack;
 }
 
@@ -258,6 +278,9 @@ void release_barrier(Worker& worker) {
   worker.barrier_result = worker.barrier_predicates;
   worker.barrier_threads = worker.at_barrier;
   worker.barrier_predicates = worker.at_barrier = 0;
+  for (int t = 0; t < worker.thread_count; ++t) {
+    if (worker.threads[t].wait == Wait::barrier) worker.threads[t].wait = Wait::nothing;
+  }
   for (int w = 0; w < worker.warp_count; ++w) {
     worker.warps[w].runnable = worker.warps[w].alive;
     if (worker.warps[w].alive) worker.runnable_warps |= 1u << w;
@@ -365,6 +388,19 @@ void begin_thread(Worker& worker, Here& here) {
   if (worker.xray) xray_begin_thread(worker, here, worker.lane);
 }
 
+void fail(Worker& worker, std::string why) {
+  worker.fault = std::move(why);
+  simt_switch(&worker.current().sp, worker.main_sp);  // never resumed
+}
+
+std::string too_much_local_memory() {
+  return "more local memory than its " + std::to_string(STACK_SIZE / 1024) + " KiB";
+}
+
+[[gnu::noinline, gnu::cold]] void fail_overflow(Worker& worker) {
+  fail(worker, head(worker) + "thread " + describe(here()->thread) + " used " + too_much_local_memory());
+}
+
 // What runs on every stack: threads, one after the other, as long as the next one has not begun elsewhere.
 void thread_main() {
   Here& place = *here();
@@ -373,6 +409,8 @@ void thread_main() {
     begin_thread(worker, place);
     worker.launch->run(worker.launch->arguments);
 
+    if (has_overflowed(worker, stack_of(worker, &place))) [[unlikely]]
+      fail_overflow(worker);
     Thread& thread = worker.current();
     Warp& warp = worker.warps[worker.warp];
     thread.wait = Wait::done;
@@ -391,14 +429,9 @@ void thread_main() {
   }
 }
 
-void fail(Worker& worker, std::string why) {
-  worker.fault = std::move(why);
-  simt_switch(&worker.current().sp, worker.main_sp);  // never resumed
-}
-
 }  // namespace
 
-void yield(Worker& worker) {
+[[gnu::noinline]] void yield(Worker& worker) {
   Thread& thread = worker.current();
   void* to = worker.main_sp;
   if (choose(worker)) {
@@ -414,6 +447,17 @@ void yield(Worker& worker) {
   simt_switch(&thread.sp, to);
 }
 
+namespace {
+[[gnu::noinline, gnu::cold]] void fail_divergent(Worker& worker, const Thread& thread) {
+  const Thread& first = *worker.barrier_first;
+  fail(worker, head(worker) + "divergent barrier: thread " +
+                   describe(worker.thread_index(int(&first - worker.threads))) + " waits at " + first.what + ", " +
+                   place_of(first) + ", thread " + describe(worker.thread_index(int(&thread - worker.threads))) +
+                   " at " + thread.what + ", " + place_of(thread));
+}
+}  // namespace
+
+// The hot path of every tiled kernel: it calls nothing but the switch, and keeps nothing on the stack.
 void barrier(const char* what, const char* file, int line) {
   Here& place = *here();
   Worker& worker = *place.worker;
@@ -423,10 +467,7 @@ void barrier(const char* what, const char* file, int line) {
   if (worker.at_barrier++ == 0) {
     worker.barrier_file = file, worker.barrier_line = line, worker.barrier_first = &thread;
   } else if (worker.barrier_line != line || worker.barrier_file != file) {
-    const Thread& first = *worker.barrier_first;
-    fail(worker, head(worker) + "divergent barrier: thread " +
-                     describe(worker.thread_index(int(&first - worker.threads))) + " waits at " + first.what + ", " +
-                     place_of(first) + ", thread " + describe(place.thread) + " at " + what + ", " + place_of(thread));
+    return fail_divergent(worker, thread);
   }
   Warp& warp = worker.warps[worker.warp];
   warp.runnable &= ~(1u << worker.lane);
@@ -435,11 +476,9 @@ void barrier(const char* what, const char* file, int line) {
   Thread& next = *(&thread + 1);
   if (worker.in_order && worker.lane < 31 && warp.runnable >> (worker.lane + 1) & 1 && next.sp) {
     ++worker.lane;
-    simt_switch(&thread.sp, next.sp);
-  } else {
-    yield(worker);
+    return simt_switch(&thread.sp, next.sp);
   }
-  thread.wait = Wait::nothing;
+  yield(worker);
 }
 
 int barrier_count(int predicate, const char* what, const char* file, int line, int* threads) {
@@ -536,9 +575,9 @@ void leave_fiber(Worker& worker, ucontext_t* context, int signal, uintptr_t addr
   continue_at(context, simt_resume, worker.main_sp);
 }
 
+// Whose stacks an address lies on, told by the address alone: what is on the stack may be overwritten.
 Worker* worker_at(uintptr_t sp) {
-  if (!on_fiber(sp)) return nullptr;
-  return here_of(sp)->worker;
+  return on_fiber(sp) ? worker_of_slab[(sp - stacks_low) / (SLAB_GUARD + SLAB_SIZE)] : nullptr;
 }
 
 // Whose the signals were before us, the latest last. Other modules of this kind install handlers of their own over ours
@@ -677,9 +716,8 @@ std::string explain_crash(Worker& worker) {
   const char* const name = strsignal(worker.crash_signal);
   std::string what = name ? name : "signal";
   if (worker.crash_signal == SIGSEGV || worker.crash_signal == SIGBUS) {
-    const uintptr_t slot = worker.crash_address & ~(STACK_SIZE - 1);
-    if (on_fiber(worker.crash_address) && worker.crash_address - slot < 16 * 1024) {
-      what = "more local memory than its " + std::to_string(STACK_SIZE / 1024) + " KiB";
+    if (worker.crash_address - uintptr_t(worker.slab) + SLAB_GUARD < SLAB_GUARD) {
+      what = "used " + too_much_local_memory();
     } else {
       const std::string where = xray_place(reinterpret_cast<void*>(worker.crash_address));
       char address[32];
@@ -836,12 +874,14 @@ Worker* take_worker(bool wait) {
   }
   if (idle.empty()) {
     auto worker = std::make_unique<Worker>();
-    worker->slab = reinterpret_cast<char*>(stacks_low + pool.size() * SLAB_SIZE);
+    worker->slab = reinterpret_cast<char*>(stacks_low + pool.size() * (SLAB_GUARD + SLAB_SIZE) + SLAB_GUARD);
     if (mprotect(worker->slab, SLAB_SIZE, PROT_READ | PROT_WRITE)) {
       throw std::runtime_error("the CPU device could not get memory for its stacks");
     }
+    madvise(worker->slab, LARGE_PAGES, MADV_HUGEPAGE);  // where the system has none, it goes on without
     worker->free_stacks.reserve(MAX_THREADS);
     worker->dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, MAX_SHARED + 1024));
+    worker_of_slab[pool.size()] = worker.get();
     pool.push_back(std::move(worker));
     return pool.back().get();
   }
@@ -927,7 +967,10 @@ bool run_block(Worker& worker) {
   // The other threads' stacks are left as they are and used anew.
   worker.busy = false;
   worker.free_stacks.clear();
-  for (int stack = worker.stacks_made; stack-- > 0;) worker.free_stacks.push_back(stack);
+  for (int stack = worker.stacks_made; stack-- > 0;) {
+    prepare_stack(worker, stack);  // one of them may have run over
+    worker.free_stacks.push_back(stack);
+  }
   return false;
 }
 

@@ -27,8 +27,8 @@ class MissingTool(BuildError):
 # Flags, by what is compiled: for every compiler, for one of them, and for the two values of DEBUG.
 
 HOST = "-std=c++20 -fPIC -fvisibility=hidden -pthread -Wall -Wextra -Wno-unknown-pragmas"
-# A thread of the CPU device has 64 KiB of stack above a guard page: a larger frame must touch its pages one by one.
-KERNEL = f"-x c++ {HOST} -fstack-clash-protection"
+# A thread of the CPU device has a stack of 64 KiB for what a GPU calls local memory.
+KERNEL = f"-x c++ {HOST} -Werror=frame-larger-than=49152"
 FLAGS = {
     "simt": {
         "all": KERNEL,

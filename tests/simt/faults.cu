@@ -174,11 +174,16 @@ __global__ void divide(In x, Out y) {
   y(threadIdx.x) = float(int(threadIdx.x) / zero);  // fault: divide
 }
 
-__global__ void local_memory(In x, Out y) {
-  volatile float much[100000];
-  for (int i = 0; i < 100000; i += 512) much[99999 - i] = x(0);  // fault: local_memory
-  y(threadIdx.x) = much[99999];
+__device__ __attribute__((noinline)) float recurse(int depth, float v) {
+  volatile float local[100];
+  local[depth % 100] = v;
+  if (depth > 0) v += recurse(depth - 1, local[depth % 100]);
+  return v + local[depth % 100];
 }
+
+__global__ void local_memory(In x, Out y) { y(threadIdx.x) = recurse(300, x(0)); }  // 120 KiB, and back
+
+__global__ void no_end(In x, Out y) { y(threadIdx.x) = recurse(1 << 30, x(0)); }
 
 __global__ void trap(In x, Out y) {
   y(threadIdx.x) = x(threadIdx.x);
@@ -220,6 +225,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   KERNEL("null_pointer", null_pointer);
   KERNEL("divide", divide);
   KERNEL("local_memory", local_memory);
+  KERNEL("no_end", no_end);
   KERNEL("trap", trap);
   throw std::invalid_argument("no kernel " + name);
 }
