@@ -75,13 +75,13 @@ enum class Wait : uint8_t { nothing, barrier, warp, spin, done };
 
 struct Thread {
   void* sp = nullptr;  // where it left off; null: not begun
+  const char* what = nullptr;
+  const char* file = nullptr;
+  int line = 0;
   Wait wait = Wait::nothing;
   unsigned mask = 0;
   WarpOperation operation = nullptr;
   void* argument = nullptr;
-  const char* what = nullptr;
-  const char* file = nullptr;
-  int line = 0;
   const void* caller = nullptr;  // of a loop's atomic
 };
 

@@ -32,7 +32,7 @@ KERNEL = f"-x c++ {HOST} -Werror=frame-larger-than=49152"
 FLAGS = {
     "simt": {
         "all": KERNEL,
-        "release": "-O2 -g1",
+        "release": "-O2 -funroll-loops -g1",
         "debug": "-O0 -g",
     },
     # Instrumented like -fsanitize=thread, but never linked with it: common/simt has the callbacks. Optimisations that
