@@ -185,20 +185,45 @@ bool known(const XrayWorker& x, int lane, int other, uint64_t moment) {
   return x.clock[x.worker->warp][lane][other] >= time_of(moment);
 }
 
+// Notes that `lanes` of this warp, at `moment`, read what a cell stands for.
+inline void note_read(const XrayWorker& x, Cell& cell, uint32_t key, uint64_t block, uint64_t moment, uint32_t lanes,
+                      bool shared) {
+  if (cell.read_block == block) {
+    if (cell.read_moment == moment) {
+      if (cell.read_lanes) cell.read_lanes |= lanes;
+    } else if (epoch_of(cell.read_moment) != x.epoch ||
+               (warp_of(cell.read_moment) == warp_of(moment) && cell.read_lanes)) {
+      cell.read_moment = moment, cell.read_lanes = lanes, cell.read_key = key;
+    } else {
+      cell.read_lanes = 0;  // several warps
+    }
+  } else if (shared || cell.read_block == NOBODY) {
+    cell.read_block = block, cell.read_moment = moment, cell.read_lanes = lanes, cell.read_key = key;
+  } else {
+    cell.read_block = MANY;
+  }
+}
+
+// Was the cell last written before the block's last barrier? Then any of its threads may read it.
+inline bool settled(const XrayWorker& x, const Cell& cell, uint64_t block) {
+  return cell.write_block == block && epoch_of(cell.write_moment) < x.epoch;
+}
+
 // One access of one thread against the shadow: is it ordered after what others did, was it ever written?
-inline void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t address) {
+void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t address, uint64_t moment) {
   const Op op = op_of(key);
   const int size = size_of(key), warp = x.worker->warp;
   if (size < 1 << target.shift) target.refine(key & 15);
   const uint64_t block = x.worker->block + 1;
-  const uint64_t moment = make_moment(x.epoch, warp, x.clock[warp][lane][lane]);
   const uint32_t bit = 1u << lane;
   const bool shared = target.kind == Target::shared;
   size_t at = (address - target.low) >> target.shift;
   for (const size_t end = at + (size_t(size) >> target.shift); at < end; ++at) {
     Cell& cell = target.cells[at];
-    if (op == Op::load && cell.read_block == block && cell.read_moment == moment && cell.read_lanes & bit) continue;
-
+    if (op == Op::load && settled(x, cell, block)) {
+      note_read(x, cell, key, block, moment, bit, shared);
+      continue;
+    }
     const bool written = shared ? cell.write_block == block : cell.write_block != NOBODY;
     if (op != Op::store && !written && (shared || target.role == Role::output)) {
       report(x, "uninitialised read", key, warp * 32 + lane, &target, address);
@@ -215,19 +240,7 @@ inline void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr
       }
     }
     if (op == Op::load) {
-      if (cell.read_block == block) {
-        if (cell.read_moment == moment) {
-          if (cell.read_lanes) cell.read_lanes |= bit;
-        } else if (epoch_of(cell.read_moment) == x.epoch && warp_of(cell.read_moment) != warp) {
-          cell.read_lanes = 0;  // several warps
-        } else if (epoch_of(cell.read_moment) != x.epoch || cell.read_lanes) {
-          cell.read_moment = moment, cell.read_lanes = bit, cell.read_key = key;
-        }
-      } else if (shared || cell.read_block == NOBODY) {
-        cell.read_block = block, cell.read_moment = moment, cell.read_lanes = bit, cell.read_key = key;
-      } else {
-        cell.read_block = MANY;
-      }
+      note_read(x, cell, key, block, moment, bit, shared);
       continue;
     }
     if (cell.read_block == block) {
@@ -256,9 +269,24 @@ inline void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr
 
 // ---- counting -----------------------------------------------------------------------------------------------------
 
+// The two usual requests of a whole warp, told apart quickly: all lanes at one address, or side by side.
+enum class Shape { other, same, adjacent };
+Shape shape_of(const uint64_t* address, uint32_t mask, int size) {
+  if (mask != ~0u) return Shape::other;
+  uint64_t same = 0, adjacent = 0;
+  for (uint64_t lane = 0; lane < 32; ++lane) {
+    same |= address[lane] ^ address[0];
+    adjacent |= address[lane] ^ (address[0] + lane * uint64_t(size));
+  }
+  return same == 0 ? Shape::same : adjacent == 0 ? Shape::adjacent : Shape::other;
+}
+
 // Distinct 32-byte sectors of a request. Lanes mostly come in order, then neighbours are compared; else they are
 // sorted.
 uint64_t count_sectors(const uint64_t* address, uint32_t mask, int size) {
+  const Shape shape = shape_of(address, mask, size);
+  if (shape == Shape::adjacent) return ((address[31] + uint64_t(size) - 1) >> 5) - (address[0] >> 5) + 1;
+  if (shape == Shape::same) return ((address[0] + uint64_t(size) - 1) >> 5) - (address[0] >> 5) + 1;
   uint64_t sector[64];
   int n = 0;
   bool ordered = true;
@@ -293,6 +321,7 @@ struct Passes {
 // same word share it, different words of one bank wait for each other: passes beyond one a group are conflicts. (The
 // rule is that of an H100: tests/golden has what one counted for 447 patterns.)
 Passes count_passes(const uint64_t* address, uint32_t mask, int size, bool load) {
+  if (size <= 4 && shape_of(address, mask, size) != Shape::other) return {1, 0};
   int group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   if (group < 32 && load && (in_pairs(address, mask, 1) || in_pairs(address, mask, 2))) group *= 2;
   const uint64_t words = size <= 4 ? 1 : uint64_t(size) / 4;
@@ -386,9 +415,19 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
     while (target.lock.test_and_set(std::memory_order_acquire)) {
     }
   }
-  for (uint32_t rest = mask; rest; rest &= rest - 1) {
-    const int lane = __builtin_ctz(rest);
-    touch(x, target, site.key, lane, address[lane]);
+  // Until a warp barrier is met all lanes of a warp are at one moment; what they read together is noted together.
+  const int warp = x.worker->warp;
+  const uint64_t moment = make_moment(x.epoch, warp, 1);
+  Cell* cell = &target.cells[(address[__builtin_ctz(mask)] - target.low) >> target.shift];
+  if (!x.clocks_used && size == 1 << target.shift && op_of(site.key) == Op::load &&
+      shape_of(address, mask, size) == Shape::same && settled(x, *cell, x.worker->block + 1)) {
+    note_read(x, *cell, site.key, x.worker->block + 1, moment, mask, target.kind == Target::shared);
+  } else {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      const uint64_t own = x.clocks_used ? make_moment(x.epoch, warp, x.clock[warp][lane][lane]) : moment;
+      touch(x, target, site.key, lane, address[lane], own);
+    }
   }
   if (contended) target.lock.clear(std::memory_order_release);
 }
