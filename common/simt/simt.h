@@ -28,7 +28,11 @@
 #define __align__(n) __attribute__((aligned(n)))
 
 // Code of the device itself, which the x-ray must not see as the kernel's.
+#if defined(__clang__)
+#define SIMT_UNSEEN __attribute__((disable_sanitizer_instrumentation))
+#else
 #define SIMT_UNSEEN __attribute__((no_sanitize("thread")))
+#endif
 
 // Where in the source a call stands, at no cost while it runs: default arguments take the caller's place.
 #define SIMT_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()

@@ -957,6 +957,11 @@ extern "C" __attribute__((visibility("hidden"))) void* __tsan_memset(void* to, i
     simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
     return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \
   }                                                                                                       \
+  HOOK_OF(T) __tsan_atomic##bits##_compare_exchange_val(volatile T* a, T seen, T value, int, int) {       \
+    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
+    __atomic_compare_exchange_n(a, &seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);              \
+    return seen;                                                                                          \
+  }                                                                                                       \
   HOOK_OF(int) __tsan_atomic##bits##_compare_exchange_weak(volatile T* a, T* seen, T value, int, int) {   \
     simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
     return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \

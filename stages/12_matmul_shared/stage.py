@@ -18,7 +18,7 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
         load_sectors=copies * itemsize,  # TILE neighbours
         store_requests=blocks * TILE,
         store_sectors=blocks * TILE * itemsize,
-        shared_load_wavefronts=steps * TILE * TILE * 2 * passes,  # a warp reads one of each patch for each k
+        shared_load_wavefronts=steps * TILE * TILE * (1 + passes),  # a warp and k: one word of A for all, a row of B
         shared_store_wavefronts=copies * passes,
         barriers=steps * 2,
     )
