@@ -114,7 +114,9 @@ struct Call {
   std::tuple<Arguments...> arguments;
   SIMT_UNSEEN static void run(void* self) {
     [&]<size_t... I>(std::index_sequence<I...>) SIMT_UNSEEN {
-      Kernel(std::get<I>(static_cast<Call*>(self)->arguments)...);
+      auto* kernel = Kernel;
+      asm("" : "+r"(kernel));  // what it points to is hidden, so that the kernel is not inlined into unseen code
+      kernel(std::get<I>(static_cast<Call*>(self)->arguments)...);
     }(std::index_sequence_for<Arguments...>());
   }
 };

@@ -28,10 +28,12 @@ class MissingTool(BuildError):
 
 HOST = "-std=c++20 -fPIC -fvisibility=hidden -pthread -Wall -Wextra -Wno-unknown-pragmas"
 # A thread of the CPU device has a stack of 64 KiB for what a GPU calls local memory.
-KERNEL = f"-x c++ {HOST} -Werror=frame-larger-than=49152"
+KERNEL = f"-x c++ {HOST} -Wframe-larger-than=49152"
+REFUSE_FRAME = {"g++": "-Werror=frame-larger-than=49152", "clang++": "-Werror=frame-larger-than"}
 FLAGS = {
     "simt": {
         "all": KERNEL,
+        **REFUSE_FRAME,
         "release": "-O2 -funroll-loops -g1",
         "debug": "-O0 -g",
     },
@@ -39,9 +41,9 @@ FLAGS = {
     # split, merge or move accesses are off, so that an access counted is an access written. DEBUG leaves this as it is.
     "xray": {
         "all": f"{KERNEL} -g -fsanitize=thread",
-        "g++": "-O2 -fno-tree-sra -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge"
+        "g++": f"{REFUSE_FRAME['g++']} -O2 -fno-tree-sra -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge"
         " -fno-tree-loop-distribute-patterns --param=tsan-instrument-func-entry-exit=0",
-        "clang++": "-O1 -mllvm -tsan-instrument-func-entry-exit=0",
+        "clang++": f"{REFUSE_FRAME['clang++']} -O1 -mllvm -tsan-instrument-func-entry-exit=0",
     },
     "binding": {
         "all": HOST,
