@@ -194,7 +194,7 @@ def test_recursion_past_the_stack(faults, variant, name):
 def test_a_frame_past_the_stack_does_not_compile(tmp_path):
     source = (HERE / "faults.cu").read_text().replace("volatile float local[100];", "volatile float local[100000];")
     (tmp_path / "faults.cu").write_text(source)
-    with pytest.raises(build.BuildError, match="frame size of 4000"):
+    with pytest.raises(build.BuildError, match="frame size.*4000"):
         build.build_module(tmp_path / "faults.cu", HERE / "faults.cpp", "simt", tmp_path)
 
 

@@ -41,9 +41,11 @@ FLAGS = {
     # split, merge or move accesses are off, so that an access counted is an access written. DEBUG leaves this as it is.
     "xray": {
         "all": f"{KERNEL} -g -fsanitize=thread",
-        "g++": f"{REFUSE_FRAME['g++']} -O2 -fno-tree-sra -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge"
-        " -fno-tree-loop-distribute-patterns --param=tsan-instrument-func-entry-exit=0",
-        "clang++": f"{REFUSE_FRAME['clang++']} -O1 -mllvm -tsan-instrument-func-entry-exit=0",
+        "g++": f"{REFUSE_FRAME['g++']} -O2 -fno-tree-sra -fno-tree-pre -fno-code-hoisting -fno-thread-jumps"
+        " -fno-tree-tail-merge -fno-tree-loop-distribute-patterns --param=tsan-instrument-func-entry-exit=0",
+        "clang++": f"{REFUSE_FRAME['clang++']} -O1 -mllvm -tsan-instrument-func-entry-exit=0"
+        " -mllvm -simplifycfg-sink-common=false -mllvm -simplifycfg-hoist-common=false"
+        " -mllvm -simplifycfg-merge-cond-stores=false",
     },
     "binding": {
         "all": HOST,
