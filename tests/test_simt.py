@@ -60,7 +60,8 @@ class Bench:
 
     def line(self, pc: int) -> int:
         text = symbols.resolve(f"{{pc:{pc:#x}}}", self.paths["xray"])
-        return int(re.search(rf"{self.source.name}:(\d+)", text)[1])
+        found = re.search(rf"{self.source.name}:(\d+)", text)
+        return int(found[1]) if found else 0  # clang has stores that belong to two lines, and then to none
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ FOUND = {
     "misaligned": "misaligned",
 }
 RAISED = {
-    "divergent": r"divergent barrier: thread \(\d+, 0, 0\) waits at __syncthreads, faults.cu:(\d+), thread .*faults.cu:\d+",
+    "divergent": r"divergent barrier: thread \(\d+, 0, 0\) waits at __syncthreads, faults.cu:(\d+), thread .*cu:\d+",
     "deadlock": r"deadlock: 32 threads wait at __shfl_xor_sync.*32 threads wait at __syncthreads, faults.cu:(\d+)",
     "spin": r"deadlock: 64 threads wait in a loop at .*faults.cu:(\d+)",
     "endless": r"timeout: thread \(\d+, 0, 0\) ran for 1 s at .*faults.cu:(\d+)",
@@ -356,9 +357,9 @@ def test_bank_conflicts_and_padding(operations):
 def test_wavefronts_and_conflicts_as_an_h100_counts_them(operations):
     """447 patterns of lanes over shared memory, 4, 8 and 16 bytes wide, against what Nsight Compute counted."""
     golden = json.loads((HERE.parent / "golden" / "shared_wavefronts.json").read_text())
-    for width, offsets, load, load_conflicts, store, store_conflicts in golden["rows"]:
+    for width, offsets, *passes in golden["rows"]:
         x = torch.tensor(offsets, dtype=torch.float32)
-        for name, expected in {"load": (load, load_conflicts), "store": (store, store_conflicts)}.items():
+        for name, expected in {"load": passes[:2], "store": passes[2:]}.items():
             recording, _ = operations.xray(f"pattern_{name}_{width}", x, torch.zeros(32), 32)
             sites = [s for s in recording["sites"] if s["space"] == "shared" and s["op"] == name]
             (site,) = (s for s in sites if s["size"] == 4 * width)

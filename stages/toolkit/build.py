@@ -156,8 +156,8 @@ def plan_of(label, kernel: Path, binding: Path, variants, objects: Path, module_
             used, libraries = [units[-1], units[0]], [f"-L{cudart(nvcc().home)}", *LINK_CUDA.split()]
         else:
             units.append(compile_unit(variant, label, kernel, objects, host, extra))
-            # The CPU device first: of an inline function that both have, the linker keeps the first, and the device must
-            # not run the kernel's instrumented copy.
+            # The CPU device first: of an inline function that both have, the linker keeps the first, and the device
+            # must not run the kernel's instrumented copy.
             used, libraries = [*runtime, units[0], units[-1]], []
         inputs = tuple(unit.output for unit in used)
         command = (*host.command, *LINK.split(), *map(str, inputs), *libraries)
