@@ -27,6 +27,7 @@ class Bench:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.source = HERE / f"{name}.cu"
+        self.lines = {}  # of the x-rayed module, by position
         self.paths = {
             variant: build.build_module(self.source, HERE / f"{name}.cpp", variant, folder)
             for variant in ("simt", "xray")
@@ -59,6 +60,11 @@ class Bench:
         return recording, message
 
     def line(self, pc: int) -> int:
+        if pc not in self.lines:
+            self.lines[pc] = self.find_line(pc)
+        return self.lines[pc]
+
+    def find_line(self, pc: int) -> int:
         text = symbols.resolve(f"{{pc:{pc:#x}}}", self.paths["xray"])
         found = re.search(rf"{self.source.name}:(\d+)", text)
         return int(found[1]) if found else 0  # clang has stores that belong to two lines, and then to none

@@ -576,6 +576,7 @@ void leave_fiber(Worker& worker, ucontext_t* context, int signal, uintptr_t addr
   worker.crash_signal = signal;
   worker.crash_address = address;
   worker.crash_pc = program_counter(context);
+  worker.crash_sp = stack_pointer_of(context);
   continue_at(context, simt_resume, worker.main_sp);
 }
 
@@ -705,11 +706,24 @@ void ensure_watchdog(Worker& worker) {
   timer_settime(worker.timer, 0, &when, nullptr);
 }
 
+// The kernel's own place, for a thread that was stopped inside the device's code or a library: the first return address
+// on its stack that lies in the kernel.
+uintptr_t kernel_place(const Worker& worker) {
+  const auto entry = uintptr_t(worker.launch->entry);
+  if (function_at(worker.crash_pc) == entry || is_device_function(worker.crash_pc)) return worker.crash_pc + 1;
+  const uintptr_t end = (worker.crash_sp | (STACK_SIZE - 1)) + 1;
+  for (uintptr_t word = worker.crash_sp & ~uintptr_t(7); word < end; word += 8) {
+    const uintptr_t value = *reinterpret_cast<const uintptr_t*>(word);
+    if (function_at(value) == entry) return value;
+  }
+  return worker.crash_pc + 1;
+}
+
 std::string explain_crash(Worker& worker) {
   const std::string thread = "thread " + describe(worker.thread_index(worker.warp * 32 + worker.lane));
   const Module& m = module();
-  const bool known = worker.crash_pc >= m.low && worker.crash_pc < m.high;
-  const std::string place = known ? " at " + code_place(worker.crash_pc + 1) : "";  // + 1: as if it had returned there
+  const uintptr_t pc = kernel_place(worker);  // as if it had returned there
+  const std::string place = pc >= m.low && pc < m.high ? " at " + code_place(pc) : "";
   if (worker.crash_signal == 0) {
     char seconds[32];
     std::snprintf(seconds, sizeof seconds, "%g", config.timeout);
@@ -829,6 +843,19 @@ const Loaded& loaded() {
 }  // namespace
 
 const Module& module() { return loaded().module; }
+
+uintptr_t function_at(uintptr_t pc) {
+  const auto& functions = loaded().symbols.functions;
+  const auto next = functions.upper_bound(pc);
+  return next == functions.begin() || pc >= module().high ? 0 : std::prev(next)->first;
+}
+
+bool is_device_function(uintptr_t pc) {
+  const auto function = loaded().symbols.functions.find(function_at(pc));
+  if (function == loaded().symbols.functions.end()) return false;
+  const std::string& name = function->second;
+  return name.find("4simt") == std::string::npos && name.rfind("__tsan", 0) != 0 && name.rfind("simt_", 0) != 0;
+}
 
 namespace {
 std::vector<const void*>& kernels() {

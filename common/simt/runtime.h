@@ -69,6 +69,8 @@ struct Module {
   std::vector<SharedVariable> shared;
 };
 const Module& module();
+uintptr_t function_at(uintptr_t pc);    // the start of the module's function that holds an address, 0 for none
+bool is_device_function(uintptr_t pc);  // of the kernel's file, not of the CPU device
 const std::vector<SharedVariable>& shared_variables_of(const void* entry);  // with owned set
 
 enum class Wait : uint8_t { nothing, barrier, warp, spin, done };
@@ -130,7 +132,7 @@ struct Worker {
   pid_t timer_thread = 0;
   double timer_timeout = 0;
   int crash_signal = -1;  // 0: the watchdog
-  uintptr_t crash_address = 0, crash_pc = 0;
+  uintptr_t crash_address = 0, crash_pc = 0, crash_sp = 0;
   std::string fault;
   uint64_t barriers = 0, warp_syncs = 0;
 
