@@ -1,4 +1,4 @@
-"""The CPU device on the other processor that it knows: cross-compiled, and run by an emulator where both are at hand."""
+"""The CPU device on the other processor that it knows: cross-compiled, and run by an emulator where there is one."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def device(tmp_path_factory):
 
 @pytest.mark.parametrize("kernels", ["operations", "faults"])
 def test_kernels_and_faults(device, kernels):
-    """Fibers, barriers, warp operations, the x-ray; deadlocks and crashes that end in an exception, one after another."""
+    """Fibers, barriers, warp operations, the x-ray; deadlocks and crashes that end in exceptions, one after another."""
     flags = [*compilers.HOST.split(), "-O2", "-g1", "-I", str(ROOT)]
     xray = ["-x", "c++", "-fsanitize=thread", "-fno-tree-sra"]
     define = ["-DFAULTS"] if kernels == "faults" else []
