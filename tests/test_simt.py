@@ -448,13 +448,24 @@ def test_several_launches_at_once(operations):
 
 
 def test_launch_after_fork(operations):
-    operations.simt("reversed", torch.randn(64), torch.zeros(64), 64)
-    child = os.fork()
-    if child == 0:
-        x, y = torch.arange(64.0), torch.zeros(64)
-        operations.simt("reversed", x, y, 64)
-        os._exit(0 if torch.equal(y, x.flip(0)) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    """The device keeps no threads between launches, so a forked process has all it needs."""
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+import torch
+from stages.toolkit.kernels import load
+module = load("operations._simt", Path({str(operations.paths["simt"])!r}))
+x, y = torch.arange(64.0), torch.zeros(64)
+module.run("reversed", x, y, 64, None)
+child = os.fork()
+if child == 0:
+    z = torch.zeros(64)
+    module.run("reversed", x, z, 64, None)
+    os._exit(0 if z.tolist() == y.tolist() == x.tolist()[::-1] else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_interrupt_ends_a_long_launch(operations):
