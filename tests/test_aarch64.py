@@ -22,12 +22,12 @@ def device(tmp_path_factory):
     """The objects of the CPU device."""
     folder = tmp_path_factory.mktemp("aarch64")
     flags = [*compilers.HOST.split(), "-O2", "-I", str(ROOT)]
-    sources = [ROOT / "common" / "simt" / name for name in ("runtime.cpp", "xray.cpp")]
+    sources = [path for path in (ROOT / "common" / "simt").glob("*.cpp") if path.stem != "python"]
     running = [
         subprocess.Popen([CXX, *flags, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]) for source in sources
     ]
-    assert [process.wait() for process in running] == [0, 0]
-    return folder
+    assert not any([process.wait() for process in running])
+    return [folder / f"{source.stem}.o" for source in sources]
 
 
 @pytest.mark.parametrize("kernels", ["operations", "faults"])
@@ -36,9 +36,10 @@ def test_kernels_and_faults(device, kernels):
     flags = [*compilers.HOST.split(), "-O2", "-g1", "-I", str(ROOT)]
     xray = ["-x", "c++", "-fsanitize=thread", "-fno-tree-sra"]
     define = ["-DFAULTS"] if kernels == "faults" else []
-    program, objects = device / kernels, [device / "runtime.o", device / "xray.o"]
+    folder, objects = device[0].parent, list(device)
+    program = folder / kernels
     for source, extra in [(HERE / "standalone.cpp", define), (HERE / f"{kernels}.cu", xray)]:
-        objects.append(device / f"{kernels}.{source.stem}.o")
+        objects.append(folder / f"{kernels}.{source.stem}.o")
         subprocess.run([CXX, *flags, *extra, "-c", str(source), "-o", str(objects[-1])], check=True)
     subprocess.run([CXX, "-pthread", *map(str, objects), "-o", str(program)], check=True)
     done = subprocess.run(

@@ -1,18 +1,8 @@
 // The CPU device: fibers, the scheduler of a block, launches over the cores.
 #include "common/simt/runtime.h"
 
-#include <elf.h>
-#include <fcntl.h>
-#include <link.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <ucontext.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -25,12 +15,6 @@
 extern "C" {
 // Saves the callee-saved registers on the stack and its pointer in *from, continues where `to` was saved.
 __attribute__((visibility("hidden"))) void simt_switch(void** from, void* to);
-__attribute__((visibility("hidden"))) void simt_resume();  // its second half, entered by the signal handler
-
-struct tls_place {
-  unsigned long module, offset;
-};
-void* __tls_get_addr(tls_place*);
 }
 
 // The last step is a jump and not a return: a processor guesses where a return goes from the last call, which was
@@ -130,10 +114,8 @@ uint3 Worker::thread_index(int thread) const {
 namespace {
 
 constexpr int MAX_WORKERS = 64;
-constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;
-constexpr size_t SLAB_GUARD =
-    size_t(2) << 20;  // below each worker's stacks; as large as a large page, to keep them aligned
-constexpr size_t LARGE_PAGES = size_t(16) << 20;  // of a worker's stacks: 256 of them, the usual block
+constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;  // the stacks of a worker
+constexpr size_t LARGE_PAGES = size_t(16) << 20;                // of them: 256 stacks, the usual block
 uintptr_t stacks_low = 0, stacks_high = 0;
 Worker* worker_of_slab[MAX_WORKERS];
 
@@ -203,6 +185,11 @@ int stack_of(Worker& worker, const Here* place) {
 
 bool on_fiber(uintptr_t address) { return address - stacks_low < stacks_high - stacks_low; }
 
+// Whose stacks an address lies on, told by the address alone: what is on the stack may be overwritten.
+Worker* worker_at(uintptr_t sp) {
+  return on_fiber(sp) ? worker_of_slab[(sp - stacks_low) / (SLAB_GUARD + SLAB_SIZE)] : nullptr;
+}
+
 // ---- the scheduler of a block -------------------------------------------------------------------------------------
 namespace {
 
@@ -230,6 +217,8 @@ std::string place_of(const Thread& thread) {
   return std::string(slash ? slash + 1 : thread.file) + ":" + std::to_string(thread.line);
 }
 
+}  // namespace
+
 std::string head(const Worker& worker) {
   return "kernel " + std::string(worker.launch->kernel) + ", block " + describe(worker.block_index) + ": ";
 }
@@ -241,11 +230,15 @@ std::string code_place(uintptr_t pc) {
   return text;
 }
 
+namespace {
+
 std::string hex(unsigned value) {
   char text[16];
   std::snprintf(text, sizeof text, "0x%08x", value);
   return text;
 }
+
+}  // namespace
 
 // "48 threads wait at __syncthreads, kernel.cu:42, thread (0, 0, 0) first; 16 have returned"
 std::string who_waits(const Worker& worker) {
@@ -276,6 +269,8 @@ std::string who_waits(const Worker& worker) {
   if (returned) result += "; " + std::to_string(returned) + (returned == 1 ? " has returned" : " have returned");
   return result;
 }
+
+namespace {
 
 void release_barrier(Worker& worker) {
   if (worker.xray) xray_barrier(worker);
@@ -397,9 +392,13 @@ void fail(Worker& worker, std::string why) {
   simt_switch(&worker.current().sp, worker.main_sp);  // never resumed
 }
 
+}  // namespace
+
 std::string too_much_local_memory() {
   return "more local memory than its " + std::to_string(STACK_SIZE / 1024) + " KiB";
 }
+
+namespace {
 
 [[gnu::noinline, gnu::cold]] void fail_overflow(Worker& worker) {
   fail(worker, head(worker) + "thread " + describe(here()->thread) + " used " + too_much_local_memory());
@@ -542,351 +541,6 @@ void trap(const char* why, const char* file, int line) {
   __builtin_unreachable();
 }
 
-// ---- signals: a crash inside a kernel, a thread that never ends ---------------------------------------------------
-namespace {
-
-int watchdog_signal() { return SIGRTMIN + 5; }
-
-uintptr_t program_counter(const ucontext_t* context) {
-#if defined(__x86_64__)
-  return uintptr_t(context->uc_mcontext.gregs[REG_RIP]);
-#else
-  return uintptr_t(context->uc_mcontext.pc);
-#endif
-}
-uintptr_t stack_pointer_of(const ucontext_t* context) {
-#if defined(__x86_64__)
-  return uintptr_t(context->uc_mcontext.gregs[REG_RSP]);
-#else
-  return uintptr_t(context->uc_mcontext.sp);
-#endif
-}
-void continue_at(ucontext_t* context, void (*code)(), void* sp) {
-#if defined(__x86_64__)
-  context->uc_mcontext.gregs[REG_RIP] = greg_t(code);
-  context->uc_mcontext.gregs[REG_RSP] = greg_t(sp);
-#else
-  context->uc_mcontext.pc = uintptr_t(code);
-  context->uc_mcontext.sp = uintptr_t(sp);
-#endif
-}
-
-// Makes the interrupted fiber continue in its worker's main context instead.
-void leave_fiber(Worker& worker, ucontext_t* context, int signal, uintptr_t address) {
-  worker.crash_signal = signal;
-  worker.crash_address = address;
-  worker.crash_pc = program_counter(context);
-  worker.crash_sp = stack_pointer_of(context);
-  continue_at(context, simt_resume, worker.main_sp);
-}
-
-// Whose stacks an address lies on, told by the address alone: what is on the stack may be overwritten.
-Worker* worker_at(uintptr_t sp) {
-  return on_fiber(sp) ? worker_of_slab[(sp - stacks_low) / (SLAB_GUARD + SLAB_SIZE)] : nullptr;
-}
-
-// Whose the signals were before us, the latest last. Other modules of this kind install handlers of their own over ours
-// and pass on to us what is not theirs: then the next older one is asked.
-struct Before {
-  struct sigaction actions[16];
-  int count = 0, depth = 0;
-} before[32];
-
-void on_crash(int signal, siginfo_t* info, void* raw) {
-  auto* context = static_cast<ucontext_t*>(raw);
-  if (Worker* worker = worker_at(stack_pointer_of(context))) {
-    return leave_fiber(*worker, context, signal, uintptr_t(info->si_addr));
-  }
-  Before& others = before[signal];
-  const int index = others.count - 1 - others.depth;
-  if (index >= 0 && others.actions[index].sa_flags & SA_SIGINFO) {
-    ++others.depth;
-    others.actions[index].sa_sigaction(signal, info, raw);
-    --others.depth;
-  } else if (index >= 0 && others.actions[index].sa_handler != SIG_DFL && others.actions[index].sa_handler != SIG_IGN) {
-    ++others.depth;
-    others.actions[index].sa_handler(signal);
-    --others.depth;
-  } else {
-    ::signal(signal, SIG_DFL);  // the access happens again, and ends the process as it would have without us
-  }
-}
-
-// The timer brings its worker along, so that the handler of any module of this kind serves the timers of all.
-void on_watchdog(int, siginfo_t* info, void* raw) {
-  auto* worker = static_cast<Worker*>(info->si_value.sival_ptr);
-  worker->tick(*worker, raw);
-}
-
-void tick(Worker& worker, void* raw) {
-  auto* context = static_cast<ucontext_t*>(raw);
-  if (worker_at(stack_pointer_of(context)) != &worker) return;
-  // Threads that wait for each other in loops are told by the scheduler, which knows where.
-  const uint64_t progress = worker.switches + worker.spins;
-  if (worker.busy.load(std::memory_order_relaxed) || progress != worker.watched) {
-    worker.watched = progress;
-    return;
-  }
-  leave_fiber(worker, context, 0, 0);
-}
-
-bool same(const struct sigaction& a, const struct sigaction& b) { return a.sa_handler == b.sa_handler; }
-
-// A launch asks the system once whether the crash handlers are still ours; everything else was done before.
-void ensure_signals() {
-  struct sigaction current;
-  sigaction(SIGSEGV, nullptr, &current);
-  if (current.sa_flags & SA_SIGINFO && current.sa_sigaction == on_crash) return;
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  struct sigaction action = {};
-  action.sa_sigaction = on_crash;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) {
-    sigaction(signal, &action, &current);
-    if (same(current, action)) continue;
-    Before& others = before[signal];
-    int kept = 0;
-    for (int i = 0; i < others.count; ++i) {
-      if (!same(others.actions[i], current) && kept < 15) others.actions[kept++] = others.actions[i];
-    }
-    others.actions[kept++] = current;
-    others.count = kept;
-  }
-  action.sa_sigaction = on_watchdog;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
-  sigaction(watchdog_signal(), &action, nullptr);
-}
-
-// The handlers need a stack that is not the fiber's, which may be the one that overflowed. One for each OS thread.
-struct SignalStack {
-  std::unique_ptr<char[]> memory;
-  void ensure() {
-    if (memory) return;
-    memory.reset(new char[SIGNAL_STACK]);
-    stack_t before_us;
-    sigaltstack(nullptr, &before_us);
-    if (!(before_us.ss_flags & SS_DISABLE)) return;  // somebody else's serves as well
-    stack_t own = {};
-    own.ss_sp = memory.get();
-    own.ss_size = SIGNAL_STACK;
-    sigaltstack(&own, nullptr);
-  }
-  ~SignalStack() {
-    stack_t now;
-    sigaltstack(nullptr, &now);
-    if (!memory || now.ss_sp != memory.get()) return;
-    now.ss_flags = SS_DISABLE;
-    sigaltstack(&now, nullptr);
-  }
-};
-thread_local SignalStack signal_stack;
-
-// A clock of the worker's own CPU time, so that a busy machine is not taken for a stuck thread. It goes on ticking
-// after the launch, once in a while, which costs less than to start and stop it.
-void ensure_watchdog(Worker& worker) {
-  static thread_local const pid_t thread = pid_t(syscall(SYS_gettid));
-  if (worker.timer_thread == thread && worker.timer_timeout == config.timeout) return;
-  if (worker.timer_thread != thread) {
-    if (worker.timer_thread) timer_delete(worker.timer);
-    worker.tick = tick;
-    sigevent event = {};
-    event.sigev_notify = SIGEV_THREAD_ID;
-    event.sigev_signo = watchdog_signal();
-    event.sigev_value.sival_ptr = &worker;
-    event._sigev_un._tid = thread;
-    worker.timer_thread = timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &worker.timer) == 0 ? thread : 0;
-    if (!worker.timer_thread) return;
-  }
-  worker.timer_timeout = config.timeout;
-  const double half = std::max(config.timeout, 0.01) / 2;
-  itimerspec when = {};
-  when.it_value.tv_sec = when.it_interval.tv_sec = time_t(half);
-  when.it_value.tv_nsec = when.it_interval.tv_nsec = long((half - double(time_t(half))) * 1e9);
-  timer_settime(worker.timer, 0, &when, nullptr);
-}
-
-// The kernel's own place, for a thread that was stopped inside the device's code or a library: the first return address
-// on its stack that lies in the kernel.
-uintptr_t kernel_place(const Worker& worker) {
-  const auto entry = uintptr_t(worker.launch->entry);
-  if (function_at(worker.crash_pc) == entry || is_device_function(worker.crash_pc)) return worker.crash_pc + 1;
-  const uintptr_t end = (worker.crash_sp | (STACK_SIZE - 1)) + 1;
-  for (uintptr_t word = worker.crash_sp & ~uintptr_t(7); word < end; word += 8) {
-    const uintptr_t value = *reinterpret_cast<const uintptr_t*>(word);
-    if (function_at(value) == entry) return value;
-  }
-  return worker.crash_pc + 1;
-}
-
-std::string explain_crash(Worker& worker) {
-  const std::string thread = "thread " + describe(worker.thread_index(worker.warp * 32 + worker.lane));
-  const Module& m = module();
-  const uintptr_t pc = kernel_place(worker);  // as if it had returned there
-  const std::string place = pc >= m.low && pc < m.high ? " at " + code_place(pc) : "";
-  if (worker.crash_signal == 0) {
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%g", config.timeout);
-    const std::string others = who_waits(worker);
-    return head(worker) + "timeout: " + thread + " ran for " + seconds + " s" + place +
-           " without returning or reaching a barrier" + (others.empty() ? "" : "; " + others);
-  }
-  const char* const name = strsignal(worker.crash_signal);
-  std::string what = name ? name : "signal";
-  if (worker.crash_signal == SIGSEGV || worker.crash_signal == SIGBUS) {
-    if (worker.crash_address - uintptr_t(worker.slab) + SLAB_GUARD < SLAB_GUARD) {
-      what = "used " + too_much_local_memory();
-    } else {
-      const std::string where = xray_place(reinterpret_cast<void*>(worker.crash_address));
-      char address[32];
-      std::snprintf(address, sizeof address, "0x%zx", size_t(worker.crash_address));
-      what =
-          "access to memory that is not there, address " + std::string(address) + (where.empty() ? "" : ", " + where);
-    }
-  }
-  return head(worker) + "crash: " + thread + place + ": " + what;
-}
-
-}  // namespace
-
-// ---- the module: where it lies, its shared variables --------------------------------------------------------------
-namespace {
-
-thread_local char tls_anchor;  // makes the module have a thread-local segment
-
-int find_module(dl_phdr_info* info, size_t, void* raw) {
-  auto& found = *static_cast<std::pair<Module, std::string>*>(raw);
-  const uintptr_t own = uintptr_t(&config);
-  uintptr_t low = UINTPTR_MAX, high = 0;
-  size_t tls_size = 0;
-  for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const auto& header = info->dlpi_phdr[i];
-    if (header.p_type == PT_LOAD) {
-      low = std::min(low, uintptr_t(info->dlpi_addr + header.p_vaddr));
-      high = std::max(high, uintptr_t(info->dlpi_addr + header.p_vaddr + header.p_memsz));
-    }
-    if (header.p_type == PT_TLS) tls_size = header.p_memsz;
-  }
-  if (own < low || own >= high) return 0;
-  found.first.base = info->dlpi_addr;
-  found.first.low = low, found.first.high = high;
-  found.first.tls_index = info->dlpi_tls_modid, found.first.tls_size = tls_size;
-  found.second = info->dlpi_name;
-  return 1;
-}
-
-struct Symbols {
-  std::map<uintptr_t, std::string> functions;  // address -> mangled name
-  std::vector<SharedVariable> variables;
-};
-
-// _ZZ <function> E <length> <name>: a variable of a function. Those of libraries are not kernels' shared memory.
-void add_variable(Symbols& symbols, const std::string& mangled, size_t offset, size_t size) {
-  if (mangled.rfind("_ZZ", 0) != 0 || mangled.find("pybind11") != std::string::npos) return;
-  if (mangled.rfind("_ZZN4simt", 0) == 0 || mangled.rfind("_ZZNSt", 0) == 0 || mangled.rfind("_ZZNKSt", 0) == 0) return;
-  for (size_t e = mangled.rfind('E'); e != std::string::npos && e > 3; e = mangled.rfind('E', e - 1)) {
-    char* name = nullptr;
-    const unsigned long length = std::strtoul(mangled.c_str() + e + 1, &name, 10);
-    if (length == 0 || length > std::strlen(name) || (name[length] && name[length] != '_')) continue;
-    symbols.variables.push_back({std::string(name, length), "_Z" + mangled.substr(3, e - 3), offset, size, false});
-    return;
-  }
-}
-
-// Reads the module's own symbol table: functions, and thread-local variables that stand inside a function.
-Symbols read_symbols(const std::string& path, uintptr_t base) {
-  Symbols result;
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return result;
-  struct stat status;
-  fstat(file, &status);
-  const size_t size = size_t(status.st_size);
-  void* memory = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
-  close(file);
-  if (memory == MAP_FAILED) return result;
-  const char* bytes = static_cast<const char*>(memory);
-  const auto* elf = reinterpret_cast<const ElfW(Ehdr)*>(bytes);
-  const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(bytes + elf->e_shoff);
-  for (int s = 0; s < elf->e_shnum; ++s) {
-    if (sections[s].sh_type != SHT_SYMTAB) continue;
-    const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(bytes + sections[s].sh_offset);
-    const char* names = bytes + sections[sections[s].sh_link].sh_offset;
-    for (size_t i = 0; i < sections[s].sh_size / sizeof(ElfW(Sym)); ++i) {
-      const std::string name = names + symbols[i].st_name;
-      const int type = symbols[i].st_info & 0xf;
-      if (symbols[i].st_shndx == SHN_UNDEF) continue;
-      if (type == STT_FUNC) result.functions.emplace(base + symbols[i].st_value, name);
-      if (type == STT_TLS) add_variable(result, name, symbols[i].st_value, symbols[i].st_size);
-    }
-  }
-  munmap(memory, size);
-  return result;
-}
-
-struct Loaded {
-  Module module;
-  Symbols symbols;
-};
-
-const Loaded& loaded() {
-  static const Loaded result = [] {
-    tls_anchor = 0;
-    std::pair<Module, std::string> found;
-    dl_iterate_phdr(find_module, &found);
-    Loaded all{found.first, read_symbols(found.second.empty() ? "/proc/self/exe" : found.second, found.first.base)};
-    all.module.shared = all.symbols.variables;
-    return all;
-  }();
-  return result;
-}
-
-}  // namespace
-
-const Module& module() { return loaded().module; }
-
-uintptr_t function_at(uintptr_t pc) {
-  const auto& functions = loaded().symbols.functions;
-  const auto next = functions.upper_bound(pc);
-  return next == functions.begin() || pc >= module().high ? 0 : std::prev(next)->first;
-}
-
-bool is_device_function(uintptr_t pc) {
-  const auto function = loaded().symbols.functions.find(function_at(pc));
-  if (function == loaded().symbols.functions.end()) return false;
-  const std::string& name = function->second;
-  return name.find("4simt") == std::string::npos && name.rfind("__tsan", 0) != 0 && name.rfind("simt_", 0) != 0;
-}
-
-namespace {
-std::vector<const void*>& kernels() {
-  static std::vector<const void*> all;
-  return all;
-}
-}  // namespace
-
-bool register_kernel(const void* entry) {
-  kernels().push_back(entry);
-  return true;
-}
-
-const std::vector<SharedVariable>& shared_variables_of(const void* entry) {
-  static std::mutex mutex;
-  static std::map<const void*, std::vector<SharedVariable>> known;
-  std::lock_guard lock(mutex);
-  auto [result, fresh] = known.try_emplace(entry);
-  if (fresh) {
-    const Symbols& symbols = loaded().symbols;
-    result->second = symbols.variables;
-    for (auto& variable : result->second) variable.owned = true;
-    for (const void* other : kernels()) {
-      const auto name = symbols.functions.find(uintptr_t(other));
-      if (other == entry || name == symbols.functions.end()) continue;
-      for (auto& variable : result->second) variable.owned &= variable.kernel != name->second;
-    }
-  }
-  return result->second;
-}
-
 // ---- launches -----------------------------------------------------------------------------------------------------
 namespace {
 
@@ -1013,13 +667,11 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
   worker.warp_count = (worker.thread_count + 31) / 32;
   worker.fault.clear();
   worker.barriers = worker.warp_syncs = 0;
-  tls_anchor = 0;
-  tls_place place{module().tls_index, 0};
-  worker.tls = static_cast<char*>(__tls_get_addr(&place));
+  worker.tls = thread_local_segment();
   worker.shared = &job.shared;
   worker.xray = xray_attach(worker);
 
-  signal_stack.ensure();
+  ensure_signal_stack();
   ensure_watchdog(worker);
 
   const auto begin = worker.asked = Clock::now();

@@ -15,6 +15,9 @@
 
 #include "common/simt/simt.h"
 
+// The second half of the switch between fibers: continues what the stack pointer was left at. (runtime.cpp)
+extern "C" __attribute__((visibility("hidden"))) void simt_resume();
+
 namespace simt {
 
 // Deadlock, divergent barrier, a crash inside a kernel. {pc:0x..} in its text is an offset in the module's file.
@@ -44,6 +47,8 @@ extern bool (*interrupted)();
 constexpr int MAX_THREADS = 1024, MAX_WARPS = 32;
 constexpr size_t MAX_SHARED = 227 * 1024;  // what a block of an H100 can have
 constexpr size_t SIGNAL_STACK = 64 * 1024;
+constexpr size_t SLAB_GUARD =
+    size_t(2) << 20;  // below a worker's stacks; as large as a large page, to keep them aligned
 
 struct Launch {
   const char* kernel;
@@ -69,6 +74,7 @@ struct Module {
   std::vector<SharedVariable> shared;
 };
 const Module& module();
+char* thread_local_segment();           // the module's, on this OS thread
 uintptr_t function_at(uintptr_t pc);    // the start of the module's function that holds an address, 0 for none
 bool is_device_function(uintptr_t pc);  // of the kernel's file, not of the CPU device
 const std::vector<SharedVariable>& shared_variables_of(const void* entry);  // with owned set
@@ -143,7 +149,20 @@ struct Worker {
 };
 
 bool on_fiber(uintptr_t address);
+Worker* worker_at(uintptr_t sp);
 std::string describe(uint3 index);
+
+// ---- texts of faults ----------------------------------------------------------------------------------------------
+std::string head(const Worker& worker);
+std::string code_place(uintptr_t pc);
+std::string who_waits(const Worker& worker);
+std::string too_much_local_memory();
+
+// ---- signals.cpp --------------------------------------------------------------------------------------------------
+void ensure_signals();
+void ensure_signal_stack();
+void ensure_watchdog(Worker& worker);
+std::string explain_crash(Worker& worker);
 
 // Lets the next thread run; returns when the caller runs again.
 void yield(Worker& worker);

@@ -5,7 +5,8 @@
 // or their logs are full, the logs are laid side by side: the n-th access of the same instruction by the lanes is one
 // request, as it is on a GPU whose lanes run together. A request is counted (sectors, wavefronts) and each of its
 // accesses is checked against a shadow of the memory that tells who wrote and read it last.
-#include "common/simt/xray.h"
+#include "common/simt/counting.h"
+#include "common/simt/log.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,18 +19,10 @@
 #include <unordered_map>
 
 namespace simt {
+
+uintptr_t code_base = 0;
+
 namespace {
-
-constexpr int LOG_ROWS =
-    64;  // accesses a lane may log before the others catch up; 32 lanes' logs fit a first-level cache
-
-// A log entry's key: where in the module, what, how wide. The place is 26 bits, modules are far below 64 MiB.
-constexpr uint32_t make_key(uint32_t place, Op op, int log_size) {
-  return place << 6 | uint32_t(op) << 4 | uint32_t(log_size);
-}
-Op op_of(uint32_t key) { return Op(key >> 4 & 3); }
-int size_of(uint32_t key) { return 1 << (key & 15); }
-uint64_t pc_of(uint32_t key) { return key >> 6; }
 
 // ---- the shadow ---------------------------------------------------------------------------------------------------
 // When a thread did something, inside its block: barriers passed, warp, warp barriers passed by the lane.
@@ -119,15 +112,7 @@ struct State {
   uint64_t barriers = 0, warp_syncs = 0;
 } state;
 
-uintptr_t code_base = 0;  // of the module, for the keys
-
 }  // namespace
-
-struct Lane {
-  uint32_t count, limit;
-  uint64_t* address;
-  uint32_t* key;
-};
 
 struct XrayWorker {
   alignas(64) uint64_t address[LOG_ROWS][32];
@@ -268,90 +253,6 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
 }
 
 // ---- counting -----------------------------------------------------------------------------------------------------
-
-// The two usual requests of a whole warp, told apart quickly: all lanes at one address, or side by side.
-enum class Shape { other, same, adjacent };
-Shape shape_of(const uint64_t* address, uint32_t mask, int size) {
-  if (mask != ~0u) return Shape::other;
-  uint64_t same = 0, adjacent = 0;
-  for (uint64_t lane = 0; lane < 32; ++lane) {
-    same |= address[lane] ^ address[0];
-    adjacent |= address[lane] ^ (address[0] + lane * uint64_t(size));
-  }
-  return same == 0 ? Shape::same : adjacent == 0 ? Shape::adjacent : Shape::other;
-}
-
-// Distinct 32-byte sectors of a request. Lanes mostly come in order, then neighbours are compared; else they are
-// sorted.
-uint64_t count_sectors(const uint64_t* address, uint32_t mask, int size) {
-  const Shape shape = shape_of(address, mask, size);
-  if (shape == Shape::adjacent) return ((address[31] + uint64_t(size) - 1) >> 5) - (address[0] >> 5) + 1;
-  if (shape == Shape::same) return ((address[0] + uint64_t(size) - 1) >> 5) - (address[0] >> 5) + 1;
-  uint64_t sector[64];
-  int n = 0;
-  bool ordered = true;
-  for (uint32_t rest = mask; rest; rest &= rest - 1) {
-    const uint64_t a = address[__builtin_ctz(rest)];
-    const uint64_t first = a >> 5, last = (a + uint64_t(size) - 1) >> 5;
-    ordered &= n == 0 || sector[n - 1] <= first;
-    sector[n++] = first;
-    if (last != first) sector[n++] = last;
-  }
-  if (!ordered) std::sort(sector, sector + n);
-  uint64_t count = 1;
-  for (int i = 1; i < n; ++i) count += sector[i] != sector[i - 1];
-  return count;
-}
-
-// Do the lanes ask in pairs, each lane for what its partner `apart` lanes away asks for?
-bool in_pairs(const uint64_t* address, uint32_t mask, int apart) {
-  for (uint32_t rest = mask; rest; rest &= rest - 1) {
-    const int lane = __builtin_ctz(rest), partner = lane ^ apart;
-    if (mask >> partner & 1 && address[lane] != address[partner]) return false;
-  }
-  return true;
-}
-
-struct Passes {
-  uint64_t wavefronts, conflicts;
-};
-
-// Passes through the 32 banks of 4 bytes. Up to 4 bytes a lane the whole warp goes at once, 8 bytes by halves, 16 by
-// quarters; a wide load whose lanes ask in pairs goes by groups twice as large. Within a group, lanes that ask for the
-// same word share it, different words of one bank wait for each other: passes beyond one a group are conflicts. (The
-// rule is that of an H100: tests/golden has what one counted for 447 patterns.)
-Passes count_passes(const uint64_t* address, uint32_t mask, int size, bool load) {
-  if (size <= 4 && shape_of(address, mask, size) != Shape::other) return {1, 0};
-  int group = size <= 4 ? 32 : size == 8 ? 16 : 8;
-  if (group < 32 && load && (in_pairs(address, mask, 1) || in_pairs(address, mask, 2))) group *= 2;
-  const uint64_t words = size <= 4 ? 1 : uint64_t(size) / 4;
-  Passes total{};
-  for (int first = 0; first < 32; first += group) {
-    const uint32_t part = group == 32 ? mask : mask >> first & ((1u << group) - 1);
-    if (!part) continue;
-    uint64_t seen[32][32];
-    uint8_t depth[32] = {};
-    uint8_t deepest = 0;
-    uint64_t previous = ~uint64_t(0);
-    for (uint32_t rest = part; rest; rest &= rest - 1) {
-      const uint64_t base = address[first + __builtin_ctz(rest)] >> 2;
-      if (base == previous) continue;
-      previous = base;
-      for (uint64_t word = base; word < base + words; ++word) {
-        uint8_t& d = depth[word & 31];
-        uint64_t* list = seen[word & 31];
-        int i = 0;
-        while (i < d && list[i] != word) ++i;
-        if (i < d) continue;
-        list[d++] = word;
-        deepest = std::max(deepest, d);
-      }
-    }
-    total.wavefronts += deepest;
-    total.conflicts += uint64_t(deepest - 1);
-  }
-  return total;
-}
 
 Target* find_target(XrayWorker& x, uintptr_t address) {
   for (Target* target : x.targets) {
@@ -855,125 +756,4 @@ std::string xray_place(const void* address) {
   return best;
 }
 
-// ---- what the compiler's instrumentation calls --------------------------------------------------------------------
-
-namespace {
-
-__attribute__((noinline)) void pause(Worker& worker) {
-  Warp& warp = worker.warps[worker.warp];
-  warp.paused |= 1u << worker.lane;
-  warp.runnable &= ~(1u << worker.lane);
-  yield(worker);
-}
-
-inline __attribute__((always_inline)) void record(const void* address, const void* pc, Op op, int log_size) {
-  const uintptr_t sp = stack_pointer();
-  if (!on_fiber(sp) || on_fiber(uintptr_t(address))) return;
-  Here* place = here();
-  Lane* lane = place->log;
-  if (!lane) return;
-  const uint32_t i = lane->count;
-  lane->address[i * 32] = uintptr_t(address);
-  lane->key[i * 32] = make_key(uint32_t(uintptr_t(pc) - code_base), op, log_size);
-  lane->count = i + 1;
-  if (i + 1 >= lane->limit) pause(*place->worker);
-}
-
-// An access of any length: the widest aligned pieces of at most 16 bytes.
-void record_range(const void* address, size_t size, const void* pc, Op op) {
-  uintptr_t a = uintptr_t(address);
-  for (const uintptr_t end = a + size; a < end;) {
-    int log_size = 4;
-    while ((a & ((uintptr_t(1) << log_size) - 1)) || a + (uintptr_t(1) << log_size) > end) --log_size;
-    record(reinterpret_cast<void*>(a), pc, op, log_size);
-    a += uintptr_t(1) << log_size;
-  }
-}
-
-}  // namespace
-
-void log_atomic(const void* address, int size, const void* caller) {
-  record(address, caller, Op::atomic, size == 8 ? 3 : size == 4 ? 2 : 1);
-}
-
 }  // namespace simt
-
-#define PC __builtin_return_address(0)
-#define HOOK extern "C" __attribute__((visibility("hidden"))) void
-#define HOOKS(bytes, log_size)                                                                    \
-  HOOK __tsan_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }             \
-  HOOK __tsan_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); }           \
-  HOOK __tsan_unaligned_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }   \
-  HOOK __tsan_unaligned_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); } \
-  HOOK __tsan_volatile_read##bytes(void* a) { simt::record(a, PC, simt::Op::load, log_size); }    \
-  HOOK __tsan_volatile_write##bytes(void* a) { simt::record(a, PC, simt::Op::store, log_size); }
-HOOKS(1, 0)
-HOOKS(2, 1)
-HOOKS(4, 2)
-HOOKS(8, 3)
-HOOKS(16, 4)
-HOOK __tsan_read_range(void* a, size_t size) { simt::record_range(a, size, PC, simt::Op::load); }
-HOOK __tsan_write_range(void* a, size_t size) { simt::record_range(a, size, PC, simt::Op::store); }
-HOOK __tsan_func_entry(void*) {}
-HOOK __tsan_func_exit() {}
-HOOK __tsan_init() {}
-HOOK __tsan_vptr_update(void**, void*) {}
-extern "C" __attribute__((visibility("hidden"))) void* __tsan_memcpy(void* to, const void* from, size_t size) {
-  simt::record_range(from, size, PC, simt::Op::load);
-  simt::record_range(to, size, PC, simt::Op::store);
-  return std::memcpy(to, from, size);
-}
-extern "C" __attribute__((visibility("hidden"))) void* __tsan_memmove(void* to, const void* from, size_t size) {
-  simt::record_range(from, size, PC, simt::Op::load);
-  simt::record_range(to, size, PC, simt::Op::store);
-  return std::memmove(to, from, size);
-}
-extern "C" __attribute__((visibility("hidden"))) void* __tsan_memset(void* to, int value, size_t size) {
-  simt::record_range(to, size, PC, simt::Op::store);
-  return std::memset(to, value, size);
-}
-
-// C++ atomics in a kernel (and the guards of static variables on the host) come here.
-#define ATOMIC_FETCH(T, bits, name)                                                 \
-  HOOK_OF(T) __tsan_atomic##bits##_fetch_##name(volatile T* a, T value, int) {      \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8)); \
-    return __atomic_fetch_##name(a, value, __ATOMIC_SEQ_CST);                       \
-  }
-#define HOOK_OF(T) extern "C" __attribute__((visibility("hidden"))) T
-#define ATOMICS(T, bits)                                                                                  \
-  HOOK_OF(T) __tsan_atomic##bits##_load(const volatile T* a, int) {                                       \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    return __atomic_load_n(a, __ATOMIC_SEQ_CST);                                                          \
-  }                                                                                                       \
-  HOOK_OF(void) __tsan_atomic##bits##_store(volatile T* a, T value, int) {                                \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    __atomic_store_n(a, value, __ATOMIC_SEQ_CST);                                                         \
-  }                                                                                                       \
-  HOOK_OF(T) __tsan_atomic##bits##_exchange(volatile T* a, T value, int) {                                \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    return __atomic_exchange_n(a, value, __ATOMIC_SEQ_CST);                                               \
-  }                                                                                                       \
-  HOOK_OF(int) __tsan_atomic##bits##_compare_exchange_strong(volatile T* a, T* seen, T value, int, int) { \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \
-  }                                                                                                       \
-  HOOK_OF(T) __tsan_atomic##bits##_compare_exchange_val(volatile T* a, T seen, T value, int, int) {       \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    __atomic_compare_exchange_n(a, &seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);              \
-    return seen;                                                                                          \
-  }                                                                                                       \
-  HOOK_OF(int) __tsan_atomic##bits##_compare_exchange_weak(volatile T* a, T* seen, T value, int, int) {   \
-    simt::record(const_cast<T*>(a), PC, simt::Op::atomic, __builtin_ctz(bits / 8));                       \
-    return __atomic_compare_exchange_n(a, seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);        \
-  }                                                                                                       \
-  ATOMIC_FETCH(T, bits, add)                                                                              \
-  ATOMIC_FETCH(T, bits, sub)                                                                              \
-  ATOMIC_FETCH(T, bits, and)                                                                              \
-  ATOMIC_FETCH(T, bits, or)                                                                               \
-  ATOMIC_FETCH(T, bits, xor)
-ATOMICS(uint8_t, 8)
-ATOMICS(uint16_t, 16)
-ATOMICS(uint32_t, 32)
-ATOMICS(uint64_t, 64)
-HOOK __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-HOOK __tsan_atomic_signal_fence(int) {}

@@ -123,7 +123,8 @@ def _host_compiler(cxx: str, path: str) -> Compiler:
         macros = dict(re.findall(r"#define (\w+) (.*)", capture(*command, "-dM", "-E", "-x", "c++", os.devnull) or ""))
         if "__GNUC__" in macros:  # which clang++ says as well
             kind = "clang++" if "__clang__" in macros else "g++"
-            return Compiler(command, kind, f"{kind} {macros['__VERSION__']}", x86_64="__x86_64__" in macros)
+            version = macros["__VERSION__"].strip('"')
+            return Compiler(command, kind, f"{kind} {version}", x86_64="__x86_64__" in macros)
     if cxx:
         raise MissingTool(f"CXX={cxx}: not a C++ compiler that runs here; give g++ or clang++, or leave CXX unset")
     raise MissingTool("no C++ compiler found: install g++ or clang++, or set CXX to one")

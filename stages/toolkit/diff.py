@@ -1,7 +1,9 @@
 """What changed from one stage to another: the lesson, as two ideas and one diff."""
 
 import difflib
+import textwrap
 
+from stages.toolkit import render
 from stages.toolkit.stage import Stage
 
 COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
@@ -18,8 +20,8 @@ def lesson(before: Stage, after: Stage, colour: bool = False) -> str:
     """The Idea of both headers, then a unified diff of the code; with colour for a terminal."""
     parts = []
     for stage in (before, after):
-        idea = "\n".join(f"  {line}" for line in stage.header.get("Idea", "(no Idea in the header)").splitlines())
-        parts.append(f"{stage.name}: {stage.title}\n{idea}\n")
+        idea = " ".join(stage.header.get("Idea", "(no Idea in the header)").split())
+        parts.append(f"{stage.name}: {stage.title}\n{textwrap.indent(render.wrap(idea), '  ')}\n")
     files = [f"stages/{stage.name}/kernel.cu" for stage in (before, after)]
     lines = list(difflib.unified_diff(code(before), code(after), *files, lineterm=""))
     if colour:

@@ -1,0 +1,27 @@
+// The log of a lane: its accesses since the lanes of its warp were last laid side by side.
+#pragma once
+
+#include "common/simt/xray.h"
+
+namespace simt {
+
+constexpr int LOG_ROWS =
+    64;  // accesses a lane may log before the others catch up; 32 lanes' logs fit a first-level cache
+
+// A log entry's key: where in the module, what, how wide. The place is 26 bits, modules are far below 64 MiB.
+constexpr uint32_t make_key(uint32_t place, Op op, int log_size) {
+  return place << 6 | uint32_t(op) << 4 | uint32_t(log_size);
+}
+inline Op op_of(uint32_t key) { return Op(key >> 4 & 3); }
+inline int size_of(uint32_t key) { return 1 << (key & 15); }
+inline uint64_t pc_of(uint32_t key) { return key >> 6; }
+
+struct Lane {
+  uint32_t count, limit;
+  uint64_t* address;
+  uint32_t* key;
+};
+
+extern uintptr_t code_base;  // of the module, for the keys
+
+}  // namespace simt
