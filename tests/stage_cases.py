@@ -52,6 +52,11 @@ class StageCases:
         assert report.counts() == expected
         assert [str(fault) for fault in report.faults] == []
 
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_a_little_more_than_two_tiles(self, dtype, device):
+        """However large the kernel's tile is: some in the middle, one at the edge, and inside it almost nothing."""
+        self.check(tuple(2 * size + 1 for size in self.stage.aligned), dtype, device)
+
     # ---- on the CPU device, under the x-ray
 
     def test_no_faults_and_the_same_result_in_every_schedule(self):

@@ -170,6 +170,22 @@ def test_exercise_12(capsys):
     assert "Solved." in capsys.readouterr().out
 
 
+def test_exercise_13(capsys):
+    base = lab.change(
+        "13",
+        {"b_tile[k][x + SIDE * i]": "b_tile[k][x * EACH + i]", "col0 + x + SIDE * j": "col0 + x * EACH + j"},
+    )
+    limits = {"shared_load_conflicts": 0, "shared_store_conflicts": 0, "load_sectors": 8192}
+    for words, reply in [(32, "\nSolved."), (8, "too much")]:  # a hole after so many words
+        answer = {
+            "T b_tile[DEPTH][TILE]": f"T b_tile[DEPTH][TILE + TILE / {words}]",
+            "b_tile[k][r] = ": f"b_tile[k][r + r / {words}] = ",
+            "b_tile[k][x * EACH + i]": f"b_tile[k][x * EACH + i + (x * EACH + i) / {words}]",
+        }
+        lab.exercise(base, answer, 256, 256, 64, at_most=limits)
+        assert reply in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The pictures
 

@@ -209,6 +209,7 @@ std::string explain_crash(Worker& worker) {
   }
   const char* const name = strsignal(worker.crash_signal);
   std::string what = name ? name : "signal";
+  if (worker.crash_signal == SIGILL || worker.crash_signal == SIGTRAP) what = "an index outside its array";
   if (worker.crash_signal == SIGSEGV || worker.crash_signal == SIGBUS) {
     if (worker.crash_address - uintptr_t(worker.slab) + SLAB_GUARD < SLAB_GUARD) {
       what = "used " + too_much_local_memory();

@@ -275,7 +275,7 @@ def _swizzles(source: str, code: str, start: int, end: int, add: Callable) -> No
 
 def cases(stage: Stage) -> tuple[dict[str, int], list[dict[str, int]]]:
     """Sizes for the counts, multiples of the tiles, no two alike; and those for the values, the odd ones first."""
-    aligned = tuple(size * (1 + i % 3) for i, size in enumerate(stage.aligned))
+    aligned = tuple(size * (2 + i % 2) for i, size in enumerate(stage.aligned))  # several tiles along each size
 
     def fits(sizes: tuple[int, ...]) -> bool:
         return all(size % multiple == 0 for size, multiple in zip(sizes, stage.aligned, strict=True))

@@ -321,6 +321,40 @@ def steps(report: Report, sizes: tuple[int, int, int]) -> Picture:
     return Picture(figure, "; ".join(f"{title}: {note['a']}, {note['b']}" for title, note in notes.items()) + ".")
 
 
+def owners(report: Report, cols: int, name: str = "c", warp: int = 0, lane: int = 0, corner: int = 32) -> Picture:
+    """Who stores each word of a matrix: by warp, and a corner of it by lane; the words of one thread stand out."""
+    stores = requests(report, name, "store")
+    warps, rows = 1 + max(a.warp for a in stores), 1 + max(max(a.offsets) // a.size // cols for a in stores)
+    images = {"colour: warp": np.ones((rows, cols, 3)) * EMPTY, "colour: lane": np.ones((rows, cols, 3)) * EMPTY}
+    own = []
+    for access in stores:
+        for word, lanes in _who(access).items():
+            if access.warp == warp and lane in lanes:
+                own.append(word)
+            colours = (LANES[access.warp * 31 // max(warps - 1, 1)], LANES[lanes[0]])
+            for image, colour in zip(images.values(), colours, strict=True):
+                image[divmod(word, cols)] = SHARED if own[-1:] == [word] else colour
+    columns = sorted({word % cols for word in own})
+    figure, axes = _figure(WIDTH, WIDTH / 2 * 0.92 + 0.5, 2)
+    for ax, (colour, image), extent in zip(axes, images.items(), ((rows, cols), (corner, corner)), strict=True):
+        _cells(ax, image[: extent[0], : extent[1]], 0, 0, gap=max(extent) <= 40)
+        what = "the block's patch" if extent == (rows, cols) else f"its first {corner} rows and columns"
+        ax.set_title(f"{what}; {colour}", fontsize=10)
+        ax.set(xlim=(-0.01 * extent[1], 1.01 * extent[1]), ylim=(1.01 * extent[0], -0.01 * extent[0]))
+    handles = [
+        *(Patch(color=LANES[w * 31 // max(warps - 1, 1)], label=f"warp {w}") for w in (0, warps - 1)),
+        *(Patch(color=LANES[i], label=f"lane {i}") for i in (0, 16, 31)),
+        Patch(color=SHARED, label=f"lane {lane} of warp {warp}"),
+    ]
+    _legend(figure, handles)
+    words = f"Lane {lane} of warp {warp} owns {len(own)} words of {name.upper()}, in columns {_listed(columns)}"
+    return Picture(figure, words + ".")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
 def _matrices(
     panels: Mapping[str, Mapping[str, list[Access]]],
     before: Mapping[str, Mapping[str, list[Access]]],
@@ -379,13 +413,10 @@ def banks(panels: Mapping[str, Access]) -> Picture:
         ax.set_title(f"{title}\n{busiest}", fontsize=10)
         ax.set(xlim=(-0.5, 32.5), ylim=(rows + 3, -0.5))
         words.append(f"{title}: {busiest}")
-    _legend(
-        figure,
-        [
-            *(Patch(color=LANES[lane], label=f"lane {lane}") for lane in (0, 16, 31)),
-            Patch(color=SHARED, label="one word for several lanes"),
-        ],
-    )
+    handles = [Patch(color=SHARED, label="one word for several lanes")]
+    if any(len(lanes) == 1 for who in asked.values() for lanes in who.values()):
+        handles = [*(Patch(color=LANES[lane], label=f"lane {lane}") for lane in (0, 16, 31)), *handles]
+    _legend(figure, handles)
     return Picture(figure, "; ".join(words) + ".")
 
 

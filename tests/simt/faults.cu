@@ -173,6 +173,21 @@ __global__ void divide(In x, Out y) {
   y(threadIdx.x) = float(int(threadIdx.x) / zero);  // fault: divide
 }
 
+// Inside the shared memory, and outside the row: only the x-ray is built to tell.
+__global__ void past_row(In x, Out y) {
+  __shared__ float tile[8][8];
+  tile[threadIdx.x / 8][threadIdx.x % 8] = x(threadIdx.x);
+  __syncthreads();
+  y(threadIdx.x) = tile[threadIdx.x / 8 % 7][threadIdx.x % 8 + 1];  // fault: past_row
+}
+
+__global__ void past_local(In x, Out y) {
+  float local[4] = {};
+  const int last = int(x(0)) + 3;
+  for (int i = 0; i <= last; ++i) local[i] += x(i);  // fault: past_local
+  y(threadIdx.x) = local[0];
+}
+
 __device__ __attribute__((noinline)) float recurse(int depth, float v) {
   volatile float local[100];
   local[depth % 100] = v;
@@ -223,6 +238,8 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   KERNEL("wrong_mask", wrong_mask);
   KERNEL("null_pointer", null_pointer);
   KERNEL("divide", divide);
+  KERNEL("past_row", past_row);
+  KERNEL("past_local", past_local);
   KERNEL("local_memory", local_memory);
   KERNEL("no_end", no_end);
   KERNEL("trap", trap);
