@@ -197,6 +197,12 @@ def test_pictures_are_the_same_on_every_run():
     assert first.words == "stage 11: A: 1 sector, B: 4 sectors, C: 4 sectors."
 
 
+def test_owners_are_those_of_the_stores():
+    report = lab.kernel("13").xray(128, 128, 8, block=0)
+    shown = picture.owners(report, 128, warp=6, lane=21)
+    assert shown.words == "Lane 21 of warp 6 owns 64 words of C, in columns 5, 21, 37, 53, 69, 85, 101 and 117."
+
+
 def test_what_cannot_be_shown_is_told():
     kernel = lab.kernel("11")
     with pytest.raises(ValueError, match="no request for 'a'; take the x-ray with block=0"):

@@ -329,11 +329,12 @@ def owners(report: Report, cols: int, name: str = "c", warp: int = 0, lane: int 
     own = []
     for access in stores:
         for word, lanes in _who(access).items():
+            colours = [LANES[access.warp * 31 // max(warps - 1, 1)], LANES[lanes[0]]]
             if access.warp == warp and lane in lanes:
                 own.append(word)
-            colours = (LANES[access.warp * 31 // max(warps - 1, 1)], LANES[lanes[0]])
+                colours = [SHARED] * 2
             for image, colour in zip(images.values(), colours, strict=True):
-                image[divmod(word, cols)] = SHARED if own[-1:] == [word] else colour
+                image[divmod(word, cols)] = colour
     columns = sorted({word % cols for word in own})
     figure, axes = _figure(WIDTH, WIDTH / 2 * 0.92 + 0.5, 2)
     for ax, (colour, image), extent in zip(axes, images.items(), ((rows, cols), (corner, corner)), strict=True):
@@ -342,9 +343,9 @@ def owners(report: Report, cols: int, name: str = "c", warp: int = 0, lane: int 
         ax.set_title(f"{what}; {colour}", fontsize=10)
         ax.set(xlim=(-0.01 * extent[1], 1.01 * extent[1]), ylim=(1.01 * extent[0], -0.01 * extent[0]))
     handles = [
-        *(Patch(color=LANES[w * 31 // max(warps - 1, 1)], label=f"warp {w}") for w in (0, warps - 1)),
-        *(Patch(color=LANES[i], label=f"lane {i}") for i in (0, 16, 31)),
-        Patch(color=SHARED, label=f"lane {lane} of warp {warp}"),
+        Patch(color=LANES[0], label="warp 0, lane 0"),
+        Patch(color=LANES[31], label=f"warp {warps - 1}, lane 31"),
+        Patch(color=SHARED, label=f"one thread: warp {warp}, lane {lane}"),
     ]
     _legend(figure, handles)
     words = f"Lane {lane} of warp {warp} owns {len(own)} words of {name.upper()}, in columns {_listed(columns)}"
