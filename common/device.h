@@ -22,6 +22,14 @@
 #define DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::simt::dynamic_shared())
 #endif
 
+// Before a loop of few steps, known to the compiler, over what is to stay in registers: no loop is left of it. The
+// x-ray then tells its steps apart as a GPU does, also where lanes leave some of them out.
+#if defined(__CUDACC__) || defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
 template <typename A, typename B>
 __host__ __device__ constexpr int64_t ceil_div(A value, B divisor) {
   return (int64_t(value) + int64_t(divisor) - 1) / int64_t(divisor);
