@@ -140,7 +140,10 @@ def test_found_at_their_lines(faults, schedule):
     """Every planted fault is found, at its line, in every schedule; for a race either side may come last."""
     faults.modules["xray"].configure(schedule=schedule[0], seed=schedule[1], timeout=1.0)
     for name, kind in FOUND.items():
-        recording, _ = faults.xray(name, *problem(name))
+        recording, message = faults.xray(name, *problem(name))
+        if message and "an index outside its array" in message:  # clang follows a pointer back to its array
+            assert f"faults.cu:{faults.line_of(name)}" in message
+            continue
         assert recording["faults"], name
         places = {(f["kind"], line) for f in recording["faults"] for line in (f["line"], f.get("other_line", 0))}
         assert (kind, faults.line_of(name)) in places, (name, recording["faults"])
