@@ -38,14 +38,14 @@ FLAGS = {
         "debug": "-O0 -g",
     },
     # Instrumented like -fsanitize=thread, but never linked with it: common/simt has the callbacks. An index outside its
-    # array, which memory alone would not tell, ends in a trap. Optimisations that split, merge or move accesses are
+    # array, which memory alone would not tell, ends in a trap (clang's traps have no line). Optimisations that split, merge or move accesses are
     # off, so that an access counted is an access written. DEBUG leaves this as it is.
     "xray": {
-        "all": f"{KERNEL} -g -fsanitize=thread -fsanitize=bounds",
-        "g++": f"{REFUSE_FRAME['g++']} -O2 -fsanitize-undefined-trap-on-error -fno-tree-sra -fno-tree-pre"
-        " -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge -fno-tree-loop-distribute-patterns"
+        "all": f"{KERNEL} -g -fsanitize=thread",
+        "g++": f"{REFUSE_FRAME['g++']} -O2 -fsanitize=bounds -fsanitize-undefined-trap-on-error -fno-tree-sra"
+        " -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge -fno-tree-loop-distribute-patterns"
         " --param=tsan-instrument-func-entry-exit=0",
-        "clang++": f"{REFUSE_FRAME['clang++']} -O1 -fsanitize-trap=bounds -mllvm -tsan-instrument-func-entry-exit=0"
+        "clang++": f"{REFUSE_FRAME['clang++']} -O1 -mllvm -tsan-instrument-func-entry-exit=0"
         " -mllvm -tsan-instrument-read-before-write=1 -mllvm -simplifycfg-sink-common=false"
         " -mllvm -simplifycfg-hoist-common=false -mllvm -simplifycfg-merge-cond-stores=false",
     },
