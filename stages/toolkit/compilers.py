@@ -37,9 +37,9 @@ FLAGS = {
         "release": "-O2 -funroll-loops -g1",
         "debug": "-O0 -g",
     },
-    # Instrumented like -fsanitize=thread, but never linked with it: common/simt has the callbacks. An index outside its
-    # array, which memory alone would not tell, ends in a trap (clang's traps have no line). Optimisations that split, merge or move accesses are
-    # off, so that an access counted is an access written. DEBUG leaves this as it is.
+    # Instrumented like -fsanitize=thread, but never linked with it: common/simt has the callbacks. With g++ an index
+    # outside its array, which memory alone would not tell, ends in a trap (clang's traps have no line). Optimisations
+    # that split, merge or move accesses are off, so that an access counted is an access written. DEBUG changes nothing.
     "xray": {
         "all": f"{KERNEL} -g -fsanitize=thread",
         "g++": f"{REFUSE_FRAME['g++']} -O2 -fsanitize=bounds -fsanitize-undefined-trap-on-error -fno-tree-sra"
