@@ -8,9 +8,9 @@ namespace simt {
 
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, rest = h & 0x7fffu;
-  if (rest >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);  // inf, nan
   // Moved to float's exponent field the value is 2^-112 too small; the product is exact, subnormals included.
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f));
+  const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
+  return std::bit_cast<float>(sign | scaled | (rest >= 0x7c00u ? 0x7f800000u : 0));  // inf, nan
 }
 
 inline uint16_t float_to_half(float f) {

@@ -387,12 +387,13 @@ void begin_thread(Worker& worker, Here& here) {
   if (worker.xray) xray_begin_thread(worker, here, worker.lane);
 }
 
+}  // namespace
+
 void fail(Worker& worker, std::string why) {
   worker.fault = std::move(why);
-  simt_switch(&worker.current().sp, worker.main_sp);  // never resumed
+  simt_switch(&worker.current().sp, worker.main_sp);
+  __builtin_unreachable();
 }
-
-}  // namespace
 
 std::string too_much_local_memory() {
   return "more local memory than its " + std::to_string(STACK_SIZE / 1024) + " KiB";
@@ -538,7 +539,6 @@ void trap(const char* why, const char* file, int line) {
   Thread& thread = worker.current();
   thread.file = file, thread.line = line;
   fail(worker, head(worker) + "thread " + describe(here()->thread) + " stopped at " + why + ", " + place_of(thread));
-  __builtin_unreachable();
 }
 
 // ---- launches -----------------------------------------------------------------------------------------------------
@@ -645,6 +645,7 @@ bool run_block(Worker& worker) {
     simt_switch(&worker.main_sp, worker.resume_sp);
   }
   if (worker.crash_signal >= 0) worker.fault = explain_crash(worker);
+  if (worker.copies_used) drop_copies(worker);
   if (worker.fault.empty()) {
     if (worker.xray) xray_end_block(worker);
     return true;

@@ -97,6 +97,18 @@ struct Warp {
   unsigned runnable = 0, alive = 0, meeting = 0, spinning = 0, paused = 0;
 };
 
+// The asynchronous copies of a thread that have not been made. (async_copy.cpp)
+struct Copy {
+  void* to;
+  const void* from;
+  uint32_t group;  // how many groups were closed before it was issued
+  uint8_t size, bytes;
+};
+struct Copies {
+  std::vector<Copy> waiting;
+  uint32_t groups = 0;  // that were closed
+};
+
 struct XrayWorker;
 
 struct Worker {
@@ -142,6 +154,9 @@ struct Worker {
   std::string fault;
   uint64_t barriers = 0, warp_syncs = 0;
 
+  std::vector<Copies> copies;  // of each thread; of no thread before a kernel makes the first one
+  bool copies_used = false;    // by the present block
+
   XrayWorker* xray = nullptr;  // set while a recording is on
 
   Thread& current() { return threads[warp * 32 + lane]; }
@@ -166,6 +181,15 @@ std::string explain_crash(Worker& worker);
 
 // Lets the next thread run; returns when the caller runs again.
 void yield(Worker& worker);
+
+// Ends the launch with a fault. The thread that calls it does not run again.
+[[noreturn]] void fail(Worker& worker, std::string why);
+
+// Reads a byte, so that an address that is nowhere crashes here.
+inline void probe(const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); }
+
+// Forgets the copies of a block that has ended: what no thread has waited for is never made.
+void drop_copies(Worker& worker);
 
 // ---- what the runtime asks of the x-ray ---------------------------------------------------------------------------
 void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& shared);

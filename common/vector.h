@@ -1,0 +1,35 @@
+// Vector<T, N>: N values that move by one instruction, 4, 8 or 16 bytes wide.
+//
+//   const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(&tile[row][k]);  // LDS.128
+//   const auto part = load_vector<4>(&tile[row][k]);                                           // the same
+//   store_vector(&c(row, col), part);
+//
+// The place is aligned to the whole width: a GPU refuses another one, the x-ray tells it.
+#pragma once
+
+#include "common/device.h"
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vector {
+  static constexpr int BYTES = int(sizeof(T)) * N;
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "one instruction moves 4, 8 or 16 bytes");
+
+  T value[N];
+
+  __host__ __device__ T& operator[](int i) { return value[i]; }
+  __host__ __device__ const T& operator[](int i) const { return value[i]; }
+
+#if !defined(__CUDACC__)
+  SIMT_WIDE(Vector, uint32_t, BYTES / 4)  // a compiler for a CPU might copy value by value
+#endif
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Vector<T, N> load_vector(const T* from) {
+  return *reinterpret_cast<const Vector<T, N>*>(from);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_vector(T* to, const Vector<T, N>& vector) {
+  *reinterpret_cast<Vector<T, N>*>(to) = vector;
+}

@@ -1,0 +1,110 @@
+// Correct kernels that copy asynchronously and by vectors. They also compile with nvcc.
+#include "common/async_copy.h"
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+using In = View<const float, 1>;
+using Out = View<float, 1>;
+constexpr int MOST = 1024;  // threads of a block
+
+// Each thread copies BYTES, of which it reads only some: those inside x.
+template <int BYTES>
+__global__ void partial(In x, Out y) {
+  constexpr int EACH = BYTES / 4;
+  __shared__ __align__(16) float tile[MOST * EACH];
+  const int i = int(threadIdx.x) * EACH, left = int(x.size[0]) - i;
+  async_copy<BYTES>(&tile[i], &x(i), left >= EACH ? BYTES : left > 0 ? 4 * left : 0);
+  async_commit();
+  async_wait<0>();
+  for (int k = 0; k < EACH; ++k) y(i + k) = tile[i + k];
+}
+
+// The block walks over x, STAGES - 1 tiles ahead of what it adds up.
+template <int STAGES>
+__global__ void pipeline(In x, Out y) {
+  __shared__ float tile[STAGES][MOST];
+  const int thread = threadIdx.x, threads = blockDim.x, tiles = int(x.size[0]) / threads;
+  const auto issue = [&](int step) {
+    if (step < tiles) async_copy<4>(&tile[step % STAGES][thread], &x(step * threads + thread));
+    async_commit();
+  };
+  for (int step = 0; step < STAGES - 1; ++step) issue(step);
+  float sum = 0;
+  for (int step = 0; step < tiles; ++step) {
+    async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tile is there, and everyone has read the tile that is overwritten now
+    issue(step + STAGES - 1);
+    sum += tile[step % STAGES][threads - 1 - thread];
+  }
+  y(thread) = sum;
+}
+
+// A lane's part of a tile is read by its own warp alone.
+__global__ void by_warps(In x, Out y) {
+  __shared__ float tile[MOST];
+  const int i = threadIdx.x;
+  async_copy<4>(&tile[i], &x(i));
+  async_commit();
+  async_wait<0>();
+  __syncwarp();
+  y(i) = tile[i ^ 1];
+}
+
+// Waits for a group, not for the newest two: what those bring is not there yet, on the CPU device never.
+__global__ void groups(In x, Out y) {
+  __shared__ float tile[4][MOST];
+  const int i = threadIdx.x;
+  for (int group = 0; group < 3; ++group) {
+    async_copy<4>(&tile[group][i], &x(i));
+    async_commit();
+  }
+  async_copy<4>(&tile[3][i], &x(i));  // in no group
+  async_wait<2>();
+  float found = tile[0][i];
+  async_wait<1>();
+  found += 2 * tile[1][i];
+  async_wait<0>();
+  y(i) = found + 4 * tile[2][i];
+}
+
+template <typename T, int N>
+__global__ void vectors(In x, Out y) {
+  __shared__ __align__(16) T tile[MOST * N];
+  const int i = int(threadIdx.x) * N;
+  for (int k = 0; k < N; ++k) tile[i + k] = T(x(i + k));
+  __syncthreads();
+  const int j = int(blockDim.x) * N - N - i;
+  const Vector<T, N> part = *reinterpret_cast<const Vector<T, N>*>(&tile[j]);
+  __syncthreads();
+  store_vector(&tile[j], part);
+  __syncthreads();
+  const auto same = load_vector<N>(&tile[j]);
+  for (int k = 0; k < N; ++k) y(j + k) = float(same[k]) + float(part[k]);
+}
+
+void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threads, Stream stream) {
+  const In x = x_any.as<float>();
+  const Out y = y_any.as<float>();
+  const auto go = [&]<auto Kernel>() { launch<Kernel>({1}, dim3(unsigned(threads)), 0, stream, x, y); };
+#define KERNEL(key, ...) \
+  if (name == key) return go.operator()<__VA_ARGS__>()
+  KERNEL("partial_4", partial<4>);
+  KERNEL("partial_8", partial<8>);
+  KERNEL("partial_16", partial<16>);
+  KERNEL("pipeline_2", pipeline<2>);
+  KERNEL("pipeline_3", pipeline<3>);
+  KERNEL("pipeline_4", pipeline<4>);
+  KERNEL("by_warps", by_warps);
+  KERNEL("groups", groups);
+  KERNEL("vectors_float_2", vectors<float, 2>);
+  KERNEL("vectors_float_4", vectors<float, 4>);
+  KERNEL("vectors_double_2", vectors<double, 2>);
+  KERNEL("vectors_half_4", vectors<half, 4>);
+  KERNEL("vectors_half_8", vectors<half, 8>);
+  KERNEL("vectors_bfloat16_2", vectors<bfloat16, 2>);
+  KERNEL("vectors_bfloat16_8", vectors<bfloat16, 8>);
+  throw std::invalid_argument("no kernel " + name);
+}
