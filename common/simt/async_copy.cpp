@@ -29,6 +29,7 @@ void async_copy(void* shared, const void* global, int size, int bytes) {
     fail(worker, head(worker) + "thread " + describe(here()->thread) + " asks for " + std::to_string(bytes) +
                      " bytes by an async_copy of " + std::to_string(size) + " at " + code_place(uintptr_t(caller)));
   }
+  xray_copy(shared, global, size, bytes, caller);
   if (bytes) probe(global);
   probe(shared);  // here and not at the wait, which is another line
   const Busy busy(worker);
@@ -43,6 +44,7 @@ void async_commit() {
 }
 
 void async_wait(int left) {
+  const void* const caller = __builtin_return_address(0);
   Worker& worker = *here()->worker;
   if (!worker.copies_used) return;
   Copies& copies = copies_of(worker);
@@ -51,6 +53,7 @@ void async_wait(int left) {
   for (; copy != end && int64_t(copy->group) + left < int64_t(copies.groups); ++copy) {
     std::memcpy(copy->to, copy->from, copy->bytes);
     std::memset(static_cast<char*>(copy->to) + copy->bytes, 0, size_t(copy->size - copy->bytes));
+    xray_copied(copy->to, copy->size, caller);
   }
   copies.waiting.erase(first, copy);
 }

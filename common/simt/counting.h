@@ -90,4 +90,15 @@ inline Passes count_passes(const uint64_t* address, uint32_t mask, int size, boo
   return total;
 }
 
+// The store into shared memory of an asynchronous copy: as another store of its width, until it is measured.
+inline Passes count_copy_passes(const uint64_t* address, uint32_t mask, int size) {
+  return count_passes(address, mask, size, false);
+}
+
+// ldmatrix: the eight rows of a matrix, 16 bytes each, are a pass where they lie in different banks. Matrices do not
+// share one, also where lanes ask in pairs.
+inline Passes count_matrix_passes(const uint64_t* address, uint32_t mask) {
+  return count_passes(address, mask, 16, false);
+}
+
 }  // namespace simt

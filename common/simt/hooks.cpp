@@ -14,17 +14,21 @@ __attribute__((noinline)) void pause(Worker& worker) {
   yield(worker);
 }
 
-inline __attribute__((always_inline)) void record(const void* address, const void* pc, Op op, int log_size) {
-  const uintptr_t sp = stack_pointer();
-  if (!on_fiber(sp) || on_fiber(uintptr_t(address))) return;
+inline __attribute__((always_inline)) void append(uint64_t address, const void* pc, Op op, int log_size) {
   Here* place = here();
   Lane* lane = place->log;
   if (!lane) return;
   const uint32_t i = lane->count;
-  lane->address[i * 32] = uintptr_t(address);
+  lane->address[i * 32] = address;
   lane->key[i * 32] = make_key(uint32_t(uintptr_t(pc) - code_base), op, log_size);
   lane->count = i + 1;
   if (i + 1 >= lane->limit) pause(*place->worker);
+}
+
+inline __attribute__((always_inline)) void record(const void* address, const void* pc, Op op, int log_size) {
+  const uintptr_t sp = stack_pointer();
+  if (!on_fiber(sp) || on_fiber(uintptr_t(address))) return;
+  append(uintptr_t(address), pc, op, log_size);
 }
 
 // An access of any length: the widest aligned pieces of at most 16 bytes.
@@ -42,6 +46,17 @@ void record_range(const void* address, size_t size, const void* pc, Op op) {
 
 void log_atomic(const void* address, int size, const void* caller) {
   record(address, caller, Op::atomic, size == 8 ? 3 : size == 4 ? 2 : 1);
+}
+
+void xray_copy(const void* to, const void* from, int size, int bytes, const void* caller) {
+  append(with_bytes(uintptr_t(from), bytes), caller, Op::copy_load, __builtin_ctz(unsigned(size)));
+  append(uintptr_t(to), caller, Op::copy_store, __builtin_ctz(unsigned(size)));
+}
+void xray_copied(const void* to, int size, const void* caller) {
+  append(uintptr_t(to), caller, Op::copied, __builtin_ctz(unsigned(size)));
+}
+void xray_matrix_row(const void* row, bool takes_part, const void* caller) {
+  append(with_bytes(uintptr_t(row), takes_part ? 16 : 0), caller, Op::matrix_load, 4);
 }
 
 }  // namespace simt

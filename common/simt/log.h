@@ -10,11 +10,17 @@ constexpr int LOG_ROWS =
 
 // A log entry's key: where in the module, what, how wide. The place is 26 bits, modules are far below 64 MiB.
 constexpr uint32_t make_key(uint32_t place, Op op, int log_size) {
-  return place << 6 | uint32_t(op) << 4 | uint32_t(log_size);
+  return place << 6 | uint32_t(op) << 3 | uint32_t(log_size);
 }
-inline Op op_of(uint32_t key) { return Op(key >> 4 & 3); }
-inline int size_of(uint32_t key) { return 1 << (key & 15); }
+inline Op op_of(uint32_t key) { return Op(key >> 3 & 7); }
+inline int size_of(uint32_t key) { return 1 << (key & 7); }
 inline uint64_t pc_of(uint32_t key) { return key >> 6; }
+
+// Of a copy_load and a matrix_load a lane may read fewer bytes than the width, or none; it says so in the topmost byte
+// of the address, which no address needs.
+constexpr uint64_t with_bytes(uint64_t address, int bytes) { return address << 8 >> 8 | uint64_t(bytes) << 56; }
+constexpr uint64_t address_in(uint64_t logged) { return logged << 8 >> 8; }
+constexpr int bytes_in(uint64_t logged) { return int(logged >> 56); }
 
 struct Lane {
   uint32_t count, limit;

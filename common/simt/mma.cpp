@@ -98,7 +98,9 @@ void multiply_all(void* const* arguments, unsigned mask) {
 void load_matrices(uint32_t* fragment, int count, bool transposed, const void* row, const char* file, int line) {
   const WarpOperation operation = count == 4 ? (transposed ? load_all<4, true> : load_all<4, false>)
                                              : (transposed ? load_all<2, true> : load_all<2, false>);
-  if (int(lane_id()) < 8 * count) probe(row);
+  const bool takes_part = int(lane_id()) < 8 * count;
+  xray_matrix_row(row, takes_part, __builtin_return_address(0));
+  if (takes_part) probe(row);
   Rows argument{fragment, row};
   meet_warp(operation, argument, "load_matrices, which needs all 32 lanes of the warp", "load_matrices", file, line);
 }

@@ -13,7 +13,7 @@ namespace {
 py::tuple tuple_of(uint3 i) { return py::make_tuple(i.x, i.y, i.z); }
 py::tuple tuple_of(dim3 i) { return py::make_tuple(i.x, i.y, i.z); }
 
-const char* name_of(simt::Op op) { return op == simt::Op::load ? "load" : op == simt::Op::store ? "store" : "atomic"; }
+const char* name_of(simt::Op op) { return only_reads(op) ? "load" : only_writes(op) ? "store" : "atomic"; }
 const char* name_of(simt::Space space) { return space == simt::Space::global ? "global" : "shared"; }
 const char* name_of(simt::Role role) {
   return role == simt::Role::input ? "input" : role == simt::Role::output ? "output" : "inout";
@@ -36,7 +36,7 @@ py::dict to_dict(const simt::Recording& recording) {
     sites.append(py::dict("launch"_a = s.launch, "pc"_a = s.pc, "op"_a = name_of(s.op), "space"_a = name_of(s.space),
                           "tensor"_a = s.tensor, "shared"_a = s.shared, "size"_a = s.size, "requests"_a = s.requests,
                           "sectors"_a = s.sectors, "wavefronts"_a = s.wavefronts, "conflicts"_a = s.conflicts,
-                          "lanes"_a = s.lanes, "bytes"_a = s.lanes * uint64_t(s.size)));
+                          "lanes"_a = s.lanes, "bytes"_a = s.bytes));
   }
   for (const auto& f : recording.faults) {
     faults.append(py::dict("kind"_a = f.kind, "launch"_a = f.launch, "pc"_a = f.pc, "other_pc"_a = f.other_pc,

@@ -32,6 +32,7 @@ int warp_of(uint64_t moment) { return int(moment >> 31 & 31); }
 uint32_t time_of(uint64_t moment) { return uint32_t(moment & 0x7fffffff); }
 
 constexpr uint64_t NOBODY = 0, MANY = ~uint64_t(0);
+constexpr uint64_t IN_FLIGHT = (uint64_t(1) << 28) - 1;  // the epoch, never reached, of a copy that is under way
 
 struct Cell {
   uint64_t write_block = NOBODY, read_block = NOBODY;  // linear index + 1
@@ -90,6 +91,7 @@ struct Tensor {
 
 struct Count {
   uint64_t requests = 0, sectors = 0, wavefronts = 0, conflicts = 0, lanes = 0;
+  uint64_t left_out = 0;  // bytes that lanes did not move though the instruction could
 };
 
 using FaultName = std::tuple<std::string, uint32_t, uint32_t, int, int>;  // kind, key, other key, kind of target, index
@@ -165,6 +167,12 @@ void report(XrayWorker& x, const char* kind, uint32_t key, int thread, const Tar
   fault.offset = target ? int64_t(address - target->low) : 0;
 }
 
+// When a lane of this warp does what it does. Until a warp barrier is met all lanes are at one moment.
+inline uint64_t now(const XrayWorker& x, int lane) {
+  const int warp = x.worker->warp;
+  return make_moment(x.epoch, warp, x.clocks_used ? x.clock[warp][lane][lane] : 1);
+}
+
 // Was what lane `other` of this warp did at `moment` made known to `lane` by a warp barrier since?
 bool known(const XrayWorker& x, int lane, int other, uint64_t moment) {
   return x.clock[x.worker->warp][lane][other] >= time_of(moment);
@@ -194,37 +202,47 @@ inline bool settled(const XrayWorker& x, const Cell& cell, uint64_t block) {
   return cell.write_block == block && epoch_of(cell.write_moment) < x.epoch;
 }
 
-// One access of one thread against the shadow: is it ordered after what others did, was it ever written?
-void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t address, uint64_t moment) {
+inline bool in_flight(const Cell& cell, uint64_t block) {
+  return cell.write_block == block && epoch_of(cell.write_moment) == IN_FLIGHT;
+}
+int writer_of(const Cell& cell) { return warp_of(cell.write_moment) * 32 + cell.write_lane; }
+
+// One access of one thread, of `size` bytes, against the shadow: is it ordered after what others did, was it ever
+// written?
+void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t address, int size, uint64_t moment) {
   const Op op = op_of(key);
-  const int size = size_of(key), warp = x.worker->warp;
-  if (size < 1 << target.shift) target.refine(key & 15);
+  const int warp = x.worker->warp;
+  if (const int most = __builtin_ctz(unsigned(size)); most < target.shift) target.refine(most);
   const uint64_t block = x.worker->block + 1;
   const uint32_t bit = 1u << lane;
   const bool shared = target.kind == Target::shared;
   size_t at = (address - target.low) >> target.shift;
   for (const size_t end = at + (size_t(size) >> target.shift); at < end; ++at) {
     Cell& cell = target.cells[at];
-    if (op == Op::load && settled(x, cell, block)) {
+    if (only_reads(op) && settled(x, cell, block)) {
       note_read(x, cell, key, block, moment, bit, shared);
       continue;
     }
+    if (in_flight(cell, block)) {
+      report(x, "copy in flight", key, warp * 32 + lane, &target, address, cell.write_key, block, writer_of(cell));
+      continue;
+    }
     const bool written = shared ? cell.write_block == block : cell.write_block != NOBODY;
-    if (op != Op::store && !written && (shared || target.role == Role::output)) {
+    if (!only_writes(op) && !written && (shared || target.role == Role::output)) {
       report(x, "uninitialised read", key, warp * 32 + lane, &target, address);
     }
     if (written && !(op == Op::atomic && cell.write_atomic)) {
       if (cell.write_block != block) {
         report(x, "block race", key, warp * 32 + lane, &target, address, cell.write_key, cell.write_block);
       } else if (epoch_of(cell.write_moment) == x.epoch) {
-        const int writer = warp_of(cell.write_moment) * 32 + cell.write_lane;
+        const int writer = writer_of(cell);
         if (writer != warp * 32 + lane &&
             !(warp_of(cell.write_moment) == warp && known(x, lane, cell.write_lane, cell.write_moment))) {
           report(x, "race", key, warp * 32 + lane, &target, address, cell.write_key, block, writer);
         }
       }
     }
-    if (op == Op::load) {
+    if (only_reads(op)) {
       note_read(x, cell, key, block, moment, bit, shared);
       continue;
     }
@@ -247,7 +265,8 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
     } else if (!shared && cell.read_block != NOBODY) {
       report(x, "block race", key, warp * 32 + lane, &target, address, cell.read_key, cell.read_block);
     }
-    cell.write_block = block, cell.write_moment = moment, cell.write_key = key;
+    cell.write_block = block, cell.write_key = key;
+    cell.write_moment = op == Op::copy_store ? make_moment(IN_FLIGHT, warp, time_of(moment)) : moment;
     cell.write_lane = uint16_t(lane), cell.write_atomic = op == Op::atomic;
   }
 }
@@ -280,17 +299,34 @@ void trace(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, 
   x.trace.push_back(std::move(row));
 }
 
-// A request, or the part of it that falls into one target.
-void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* address, uint32_t mask, bool first_part) {
+Passes passes_of(Op op, const uint64_t* address, uint32_t mask, int size) {
+  if (op == Op::copy_store) return count_copy_passes(address, mask, size);
+  if (op == Op::matrix_load) return count_matrix_passes(address, mask);
+  return count_passes(address, mask, size, op == Op::load);
+}
+
+// A request, or the part of it that falls into one target. `bytes`: of each lane; null where all move the whole width.
+void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* address, uint32_t mask, const uint8_t* bytes,
+                   bool first_part) {
   Target& target = *site.target;
   if (target.kind == Target::ignored) return;
+  const Op op = op_of(site.key);
   const int size = size_of(site.key);
+  if ((op == Op::copy_load && target.kind != Target::tensor) ||
+      ((op == Op::copy_store || op == Op::matrix_load) && target.kind != Target::shared)) {
+    const int lane = __builtin_ctz(mask);
+    return report(x, "wrong memory", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
+  }
   Count& count = *site.count;
   count.requests += first_part;
   count.lanes += uint64_t(__builtin_popcount(mask));
+  if (bytes) {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) count.left_out += uint64_t(size - bytes[__builtin_ctz(rest)]);
+  }
+  // What a lane leaves out is in no sector of its own: its place is aligned to the width.
   if (target.kind == Target::tensor) count.sectors += count_sectors(address, mask, size);
   else {
-    const Passes passes = count_passes(address, mask, size, op_of(site.key) == Op::load);
+    const Passes passes = passes_of(op, address, mask, size);
     count.wavefronts += passes.wavefronts;
     count.conflicts += passes.conflicts;
   }
@@ -299,13 +335,17 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   if (!target.gaps.empty()) {
     for (uint32_t rest = mask; rest; rest &= rest - 1) {
       const int lane = __builtin_ctz(rest);
-      if (target.gaps[size_t(address[lane] - target.low) / size_t(target.itemsize)]) {
-        report(x, "out of bounds", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
+      const size_t offset = address[lane] - target.low, end = offset + size_t(bytes ? bytes[lane] : size);
+      for (size_t i = offset / size_t(target.itemsize); i * size_t(target.itemsize) < end; ++i) {
+        if (!target.gaps[i]) continue;
+        report(x, "out of bounds", site.key, x.worker->warp * 32 + lane, &target,
+               target.low + i * size_t(target.itemsize));
+        break;
       }
     }
   }
   if (target.kind == Target::tensor && target.role == Role::input) {
-    if (op_of(site.key) != Op::load) {
+    if (!only_reads(op)) {
       const int lane = __builtin_ctz(mask);
       report(x, "write to input", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
     }
@@ -316,19 +356,23 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
     while (target.lock.test_and_set(std::memory_order_acquire)) {
     }
   }
-  // Until a warp barrier is met all lanes of a warp are at one moment; what they read together is noted together.
-  const int warp = x.worker->warp;
-  const uint64_t moment = make_moment(x.epoch, warp, 1);
-  Cell* cell = &target.cells[(address[__builtin_ctz(mask)] - target.low) >> target.shift];
-  if (!x.clocks_used && size == 1 << target.shift && op_of(site.key) == Op::load &&
-      shape_of(address, mask, size) == Shape::same && settled(x, *cell, x.worker->block + 1)) {
-    note_read(x, *cell, site.key, x.worker->block + 1, moment, mask, target.kind == Target::shared);
-  } else {
-    for (uint32_t rest = mask; rest; rest &= rest - 1) {
-      const int lane = __builtin_ctz(rest);
-      const uint64_t own = x.clocks_used ? make_moment(x.epoch, warp, x.clock[warp][lane][lane]) : moment;
-      touch(x, target, site.key, lane, address[lane], own);
+  const uint64_t block = x.worker->block + 1, moment = make_moment(x.epoch, x.worker->warp, 1);
+  uint32_t left = mask;
+  if (op == Op::load && size == 1 << target.shift && !x.clocks_used) {
+    // The usual loads, quickly: what was settled before, read by one lane or by neighbours together.
+    for (uint32_t rest = mask; rest;) {
+      const uint64_t place = address[__builtin_ctz(rest)];
+      uint32_t together = 0;
+      for (; rest && address[__builtin_ctz(rest)] == place; rest &= rest - 1) together |= rest & -rest;
+      Cell& cell = target.cells[(place - target.low) >> target.shift];
+      if (!settled(x, cell, block)) continue;
+      note_read(x, cell, site.key, block, moment, together, target.kind == Target::shared);
+      left &= ~together;
     }
+  }
+  for (; left; left &= left - 1) {
+    const int lane = __builtin_ctz(left);
+    touch(x, target, site.key, lane, address[lane], bytes ? bytes[lane] : size, x.clocks_used ? now(x, lane) : moment);
   }
   if (contended) target.lock.clear(std::memory_order_release);
 }
@@ -343,8 +387,9 @@ XrayWorker::Site& site_for(XrayWorker& x, uint32_t key, Target* target) {
   return site;
 }
 
-void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask) {
+void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, const uint8_t* bytes) {
   const uint64_t size = uint64_t(size_of(key));
+  const auto end = [&](int lane) { return address[lane] + (bytes ? bytes[lane] : size); };
   uint64_t low = ~uint64_t(0), high = 0, bits = 0;
   if (mask == ~0u) {
     for (int lane = 0; lane < 32; ++lane) {
@@ -359,6 +404,10 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
     }
   }
   high += size;
+  if (bytes) {
+    high = 0;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) high = std::max(high, end(__builtin_ctz(rest)));
+  }
   XrayWorker::Site& site = site_for(x, key, nullptr);
   if (!site.target || low < site.target->low || high > site.target->high) {
     Target* target = find_target(x, low);
@@ -367,7 +416,7 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
       for (uint32_t rest = mask; rest;) {
         const int lane = __builtin_ctz(rest);
         Target* own = find_target(x, address[lane]);
-        if (!own || address[lane] + size > own->high) {
+        if (!own || end(lane) > own->high) {
           // Outside all: name the nearest tensor or shared variable.
           Target* nearest = nullptr;
           uint64_t distance = ~uint64_t(0);
@@ -384,9 +433,9 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
         uint32_t part = 0;
         for (uint32_t more = rest; more; more &= more - 1) {
           const int other = __builtin_ctz(more);
-          if (address[other] >= own->low && address[other] + size <= own->high) part |= 1u << other;
+          if (address[other] >= own->low && end(other) <= own->high) part |= 1u << other;
         }
-        count_request(x, site_for(x, key, own), address, part, first_part);
+        count_request(x, site_for(x, key, own), address, part, bytes, first_part);
         first_part = first_part && own->kind == Target::ignored;
         rest &= ~part;
       }
@@ -403,7 +452,46 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
       }
     }
   }
-  count_request(x, site, address, mask, true);
+  count_request(x, site, address, mask, bytes, true);
+}
+
+// An instruction that all lanes run and some may leave out, wholly or in part.
+void process_parts(XrayWorker& x, uint32_t key, const uint64_t* logged, uint32_t mask) {
+  uint64_t address[32];
+  uint8_t bytes[32];
+  uint32_t part = 0;
+  bool whole = true;
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    address[lane] = address_in(logged[lane]), bytes[lane] = uint8_t(bytes_in(logged[lane]));
+    if (bytes[lane]) part |= 1u << lane;
+    whole &= bytes[lane] == 0 || bytes[lane] == size_of(key);
+  }
+  if (part) process_request(x, key, address, part, whole ? nullptr : bytes);
+}
+
+// Copies that their threads have waited for: what they fill counts as written now.
+void land_copies(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask) {
+  const int size = size_of(key), warp = x.worker->warp;
+  const uint64_t block = x.worker->block + 1;
+  Target* target = nullptr;
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    const uint64_t first = address[lane], last = first + uint64_t(size) - 1;
+    if (!target || first < target->low || last >= target->high) target = find_target(x, first);
+    if (!target || target->kind != Target::shared || last >= target->high) continue;  // told when it was issued
+    for (size_t at = (first - target->low) >> target->shift; at <= (last - target->low) >> target->shift; ++at) {
+      Cell& cell = target->cells[at];
+      if (in_flight(cell, block) && writer_of(cell) == warp * 32 + lane) cell.write_moment = now(x, lane);
+    }
+  }
+}
+
+inline void process(XrayWorker& x, uint32_t key, const uint64_t* logged, uint32_t mask) {
+  const Op op = op_of(key);
+  if (op == Op::copy_load || op == Op::matrix_load) process_parts(x, key, logged, mask);
+  else if (op == Op::copied) land_copies(x, key, logged, mask);
+  else process_request(x, key, logged, mask, nullptr);
 }
 
 // Lanes that went different ways: the n-th access by an instruction is put together from the lanes that made it.
@@ -463,8 +551,35 @@ void match_requests(XrayWorker& x, unsigned paused) {
     for (size_t g = 0; g < groups.size(); ++g) none = none && held[g];
     if (none) std::fill(held.begin(), held.end(), false);
   }
+  // In the order of each lane: a request is due when it is the next of all its lanes. Lanes that did the same in
+  // different orders may wait for one another: then the first one goes.
+  std::vector<bool> done = held;
+  std::vector<size_t> waiting;
   for (size_t g = 0; g < groups.size(); ++g) {
-    if (!held[g]) process_request(x, groups[g].key, groups[g].address, groups[g].mask);
+    if (!held[g]) waiting.push_back(g);
+  }
+  uint32_t next[32] = {};
+  const auto is_due = [&](size_t g) {
+    for (uint32_t rest = groups[g].mask; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      while (done[size_t(group_of[next[lane] * 32 + uint32_t(lane)])]) ++next[lane];
+      if (group_of[next[lane] * 32 + uint32_t(lane)] != int(g)) return false;
+    }
+    return true;
+  };
+  for (bool first_goes = false; !waiting.empty();) {
+    size_t kept = 0;
+    for (size_t g : waiting) {
+      if (!first_goes && !is_due(g)) {
+        waiting[kept++] = g;
+        continue;
+      }
+      process(x, groups[g].key, groups[g].address, groups[g].mask);
+      done[g] = true;
+      first_goes = false;
+    }
+    first_goes = kept == waiting.size();
+    waiting.resize(kept);
   }
   for (int lane = 0; lane < 32; ++lane) {
     uint32_t kept = 0;
@@ -508,7 +623,7 @@ void xray_flush_warp(Worker& worker) {
   }
   if (together) {
     const int first = __builtin_ctz(present);
-    for (uint32_t i = 0; i < rows; ++i) process_request(x, x.key[i][first], x.address[i], present);
+    for (uint32_t i = 0; i < rows; ++i) process(x, x.key[i][first], x.address[i], present);
     for (Lane& lane : x.lanes) lane.count = 0;
   } else {
     match_requests(x, worker.warps[worker.warp].paused);
@@ -590,7 +705,8 @@ void xray_detach(Worker& worker) {
   for (const auto& [key, count] : x->counts) {
     Count& sum = state.counts[key];
     sum.requests += count.requests, sum.sectors += count.sectors;
-    sum.wavefronts += count.wavefronts, sum.conflicts += count.conflicts, sum.lanes += count.lanes;
+    sum.wavefronts += count.wavefronts, sum.conflicts += count.conflicts;
+    sum.lanes += count.lanes, sum.left_out += count.left_out;
   }
   for (auto& [name, fault] : x->faults) {
     auto [entry, fresh] = state.faults.try_emplace(name, fault);
@@ -631,7 +747,8 @@ void xray_end_launch() {
                        !is_shared   ? ""
                        : target < 0 ? "dynamic shared memory"
                                     : state.shared[size_t(target)].name,
-                       size_of(key), count.requests, count.sectors, count.wavefronts, count.conflicts, count.lanes});
+                       size_of(key), count.requests, count.sectors, count.wavefronts, count.conflicts, count.lanes,
+                       count.lanes * uint64_t(size_of(key)) - count.left_out});
   }
   for (auto& [name, fault] : state.faults) {
     fault.launch = index;

@@ -9,7 +9,11 @@
 
 namespace simt {
 
-enum class Op : uint8_t { load, store, atomic };
+// What an instruction does. The two halves of an asynchronous copy are issued together; that it was waited for, copied,
+// asks for nothing.
+enum class Op : uint8_t { load, store, atomic, copy_load, copy_store, copied, matrix_load };
+constexpr bool only_reads(Op op) { return op == Op::load || op == Op::copy_load || op == Op::matrix_load; }
+constexpr bool only_writes(Op op) { return op == Op::store || op == Op::copy_store; }
 enum class Space : uint8_t { global, shared };
 enum class Role : uint8_t { input, output, inout };
 
@@ -33,7 +37,7 @@ struct SiteFacts {
   int tensor;  // -1 for shared memory
   std::string shared;
   int size;
-  uint64_t requests, sectors, wavefronts, conflicts, lanes;
+  uint64_t requests, sectors, wavefronts, conflicts, lanes, bytes;
 };
 
 struct FaultFacts {

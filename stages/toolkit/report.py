@@ -125,6 +125,7 @@ class Fault:
         if self.other_block != self.block:
             other += f" of block {self.other_block}"
         byte = f"byte {self.offset:,} of {self.place}"
+        elsewhere = "global" if self.place.startswith("shared") else "shared"
         holds = f", which has {self.size:,} bytes" if self.size else ""
         text = {
             "race": f"{here} and {other} touch {byte} with no barrier between them, and at least one writes",
@@ -132,6 +133,8 @@ class Fault:
             "out of bounds": f"{here} reaches {byte}{holds}",
             "uninitialised read": f"{here} reads {byte}, which nothing has written",
             "write to input": f"{here} writes {byte}, which is an input",
+            "copy in flight": f"{here} touches {byte}, which the copy of {other} has not brought yet",
+            "wrong memory": f"{here} reaches {byte} by an instruction for {elsewhere} memory",
             "misaligned": f"{here} reaches {byte}, which is not aligned to the width of the access",
             "divergent barrier": f"{here} waits at a barrier that not all threads of its block reach",
             "deadlock": f"{here} waits for ever",

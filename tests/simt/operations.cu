@@ -137,6 +137,20 @@ __global__ void uneven(In x, Out y) {  // lanes make different numbers of access
   y(threadIdx.x) = sum;
 }
 
+__global__ void catching_up(In x, Out y) {  // the last read is one request of lanes with more and with less before it
+  __shared__ float tile[3][1024];
+  const int i = threadIdx.x;
+  if (i % 2) {
+    tile[0][i] = x(i);
+    tile[1][i] = x(i) + tile[0][i];
+    tile[2][i] = x(i) + tile[1][i];
+  } else {
+    tile[2][i] = x(i);
+    tile[0][i] = 0;
+  }
+  y(i) = tile[2][i];
+}
+
 __global__ void from_shared(In x, Out y) {  // reads what the thread before wrote to global memory, after a barrier
   y(threadIdx.x) = x(threadIdx.x);
   __syncthreads();
@@ -197,6 +211,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL(transpose_conflicts);
   KERNEL(transpose_padded);
   KERNEL(uneven);
+  KERNEL(catching_up);
   KERNEL(from_shared);
   KERNEL(rounding);
   KERNEL(handshake);
