@@ -35,9 +35,10 @@ class Bench:
         self.modules = {variant: load(f"{name}._{variant}", path) for variant, path in self.paths.items()}
         self.kernels = re.findall(r"KERNEL\(\"?(\w+)", self.source.read_text().partition("define KERNEL")[2])
 
-    def line_of(self, name: str) -> int:
+    def line_of(self, name: str, what: str = "fault") -> int:
+        """The line whose comment says that it is a kernel's fault, or the copy that the fault meets."""
         lines = self.source.read_text().splitlines()
-        return next(number for number, text in enumerate(lines, 1) if text.endswith(f"// fault: {name}"))
+        return next(n for n, text in enumerate(lines, 1) if re.search(rf"// {what}:.* {name}(,|$)", text))
 
     def simt(self, *arguments) -> None:
         call(self.modules["simt"], "run", arguments)
@@ -91,13 +92,27 @@ def usual_settings(faults, operations):
 # ---- planted faults -------------------------------------------------------------------------------------------------
 
 RACES = ["no_barrier", "no_second_barrier", "no_warp_barrier", "other_half", "same_word"]
+IN_FLIGHT = ["no_commit", "no_wait", "wait_too_short", "store_in_flight", "two_copies", "rows_in_flight"]
 FOUND = {
     **{name: "race" for name in RACES},
+    "no_barrier_after_wait": "race",
+    "refill_too_early": "race",
+    **{name: "copy in flight" for name in IN_FLIGHT},
+    "copy_misaligned": "misaligned",
+    "copy_past": "out of bounds",
+    "copy_unwritten": "uninitialised read",
+    "copy_from_shared": "wrong memory",
+    "copy_to_global": "wrong memory",
+    "row_race": "race",
+    "row_unwritten": "uninitialised read",
+    "row_misaligned": "misaligned",
+    "rows_of_global": "wrong memory",
     "blocks_write": "block race",
     "block_reads": "block race",
     "read_past": "out of bounds",
     "read_before": "out of bounds",
     "write_past": "out of bounds",
+    "atomic_past": "out of bounds",
     "read_gap": "out of bounds",
     "read_far": "out of bounds",
     "write_input": "write to input",
@@ -117,16 +132,19 @@ RAISED = {
     "divide": r"crash: thread \(\d+, 0, 0\) at .*faults.cu:(\d+): Floating point exception",
     "past_row": r"crash: thread \(\d+, 0, 0\) at .*faults.cu:(\d+): an index outside its array",
     "past_local": r"crash: thread \(0, 0, 0\) at .*faults.cu:(\d+): an index outside its array",
+    "too_many_bytes": r"thread \(\d+, 0, 0\) asks for 64 bytes by an async_copy of 4 at faults.cu:(\d+)",
+    "missing_lane": r"deadlock: 33 .*; 31 threads wait at load_matrices, faults.cu:(\d+), for .* mask 0xffffffff",
+    "lane_gone": r"thread \(\d+, 0, 0\) stopped at mma, which needs all 32 lanes of the warp, faults.cu:(\d+)",
     "trap": r"thread \(40, 0, 0\) stopped at __trap, faults.cu:(\d+)",
 }
 ONLY_XRAY = {"read_far", "past_row", "past_local"}  # without it the access may be to somebody's memory
-CORRECT = ["neighbour", "reuse", "lanes", "half_warps"]
+CORRECT = ["neighbour", "reuse", "lanes", "half_warps", "copied", "two_groups", "refill", "four_at_once", "rows"]
 
 
 def problem(name: str):
     """x, y and the number of blocks for a kernel of faults.cu."""
     x = torch.arange(1, 129.0)
-    x = {"read_gap": x[::2], "block_reads": x, "misaligned": x[:80]}.get(name, x[:64])
+    x = {"read_gap": x[::2], "block_reads": x, "misaligned": x[:80], "copy_misaligned": x[:80]}.get(name, x[:64])
     blocks = 2 if name.startswith("block") else 1
     return x, torch.full((64 * blocks if name == "block_reads" else 64,), float("nan")), blocks
 
@@ -144,6 +162,29 @@ def test_found_at_their_lines(faults, schedule):
         assert recording["faults"], name
         places = {(f["kind"], line) for f in recording["faults"] for line in (f["line"], f.get("other_line", 0))}
         assert (kind, faults.line_of(name)) in places, (name, recording["faults"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_both_lines_of_a_copy_and_who_meets_it(faults, schedule):
+    faults.modules["xray"].configure(schedule=schedule[0], seed=schedule[1], timeout=1.0)
+    for name in [*IN_FLIGHT, "no_barrier_after_wait", "refill_too_early"]:
+        recording, _ = faults.xray(name, *problem(name))
+        lines = {faults.line_of(name), faults.line_of(name, "copy")}
+        found = [
+            f for f in recording["faults"] if {f["line"], f.get("other_line")} == lines and f["kind"] == FOUND[name]
+        ]
+        assert found, (name, recording["faults"])
+        if name in IN_FLIGHT:
+            assert {f["other_line"] for f in found} == {faults.line_of(name, "copy")}
+            assert {f["shared"] for f in found} == {"tile"}
+
+
+def test_what_nobody_waits_for_is_never_there(faults):
+    """Without the x-ray, too: a copy without a commit or a wait leaves in shared memory what was there before."""
+    x, y, _ = problem("no_wait")
+    for name in ("no_wait", "no_commit", "wait_too_short"):
+        faults.simt(name, x, y.zero_(), 1)
+        assert y.isnan().all(), name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")

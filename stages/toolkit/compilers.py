@@ -39,9 +39,10 @@ FLAGS = {
     },
     # Instrumented like -fsanitize=thread, but never linked with it: common/simt has the callbacks. With g++ an index
     # outside its array, which memory alone would not tell, ends in a trap (clang's traps have no line). Optimisations
-    # that split, merge or move accesses are off, so that an access counted is an access written. DEBUG changes nothing.
+    # that split, merge or move accesses are off, so that an access counted is an access written; a call that ends a
+    # kernel stays a call, whose return address tells its line. DEBUG changes nothing.
     "xray": {
-        "all": f"{KERNEL} -g -fsanitize=thread",
+        "all": f"{KERNEL} -g -fsanitize=thread -fno-optimize-sibling-calls",
         "g++": f"{REFUSE_FRAME['g++']} -O2 -fsanitize=bounds -fsanitize-undefined-trap-on-error -fno-tree-sra"
         " -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge -fno-tree-loop-distribute-patterns"
         " --param=tsan-instrument-func-entry-exit=0",

@@ -1,7 +1,9 @@
-// Kernels with one planted fault each, and their correct twins. The line of a fault ends in a comment that names it:
-// tests/test_simt_faults.py holds the x-ray to that line.
+// Kernels with one planted fault each, and their correct twins. The line of a fault ends in a comment that names it,
+// that of the copy that it meets in another: tests/test_simt.py holds the x-ray to these lines.
+#include "common/async_copy.h"
 #include "common/device.h"
 #include "common/launch.h"
+#include "common/mma.h"
 #include "common/view.h"
 
 using In = View<const float, 1>;
@@ -54,6 +56,147 @@ __global__ void same_word(In x, Out y) {
   y(threadIdx.x) = word;
 }
 
+// ---- asynchronous copies ------------------------------------------------------------------------------------------
+enum Missing { NOTHING, COMMIT, WAIT, BARRIER };
+
+template <Missing MISSING>
+__global__ void copied(In x, Out y) {
+  __shared__ float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &x(threadIdx.x));  // copy: no_commit, no_wait, no_barrier_after_wait
+  if (MISSING != COMMIT) async_commit();
+  if (MISSING != WAIT) async_wait<0>();
+  if (MISSING != BARRIER) __syncthreads();
+  y(threadIdx.x) = tile[N - 1 - threadIdx.x];  // fault: no_commit, no_wait, no_barrier_after_wait
+}
+
+template <int LEFT>
+__global__ void two_groups(In x, Out y) {
+  __shared__ float tile[2][N];
+  async_copy<4>(&tile[0][threadIdx.x], &x(threadIdx.x));
+  async_commit();
+  async_copy<4>(&tile[1][threadIdx.x], &x(threadIdx.x));  // copy: wait_too_short
+  async_commit();
+  async_wait<LEFT>();
+  y(threadIdx.x) = tile[0][threadIdx.x] + tile[1][threadIdx.x];  // fault: wait_too_short
+  async_wait<0>();
+}
+
+template <bool BARRIER>
+__global__ void refill(In x, Out y) {
+  __shared__ float tile[N];
+  float sum = 0;
+  for (int step = 0; step < 3; ++step) {
+    async_copy<4>(&tile[threadIdx.x], &x(threadIdx.x));  // copy: refill_too_early
+    async_commit();
+    async_wait<0>();
+    __syncthreads();
+    sum += tile[N - 1 - threadIdx.x];  // fault: refill_too_early
+    if (BARRIER) __syncthreads();
+  }
+  y(threadIdx.x) = sum;
+}
+
+__global__ void store_in_flight(In x, Out y) {
+  __shared__ float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &x(threadIdx.x));  // copy: store_in_flight
+  tile[threadIdx.x] = 0;                               // fault: store_in_flight
+  async_commit();
+  async_wait<0>();
+  y(threadIdx.x) = tile[threadIdx.x];
+}
+
+__global__ void two_copies(In x, Out y) {
+  __shared__ float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &x(threadIdx.x));  // copy: two_copies
+  async_copy<4>(&tile[threadIdx.x], &x(0));            // fault: two_copies
+  async_commit();
+  async_wait<0>();
+  y(threadIdx.x) = tile[threadIdx.x];
+}
+
+// `bytes` of 16 from the thread's own place on, of which four threads' make a part of the tile.
+template <int SHIFT>
+__global__ void four_at_once(In x, Out y) {
+  __shared__ __align__(16) float tile[N + 4];
+  const int i = 4 * int(threadIdx.x);
+  if (i < N) async_copy<16>(&tile[i], &x(i + SHIFT), 16);  // fault: copy_misaligned, copy_past
+  async_commit();
+  async_wait<0>();
+  __syncthreads();
+  y(threadIdx.x) = tile[threadIdx.x];
+}
+
+__global__ void copy_unwritten(In x, Out y) {
+  __shared__ float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &y(threadIdx.x));  // fault: copy_unwritten
+  async_commit();
+  async_wait<0>();
+  y(threadIdx.x) = tile[threadIdx.x] + x(threadIdx.x);
+}
+
+__global__ void copy_from_shared(In x, Out y) {
+  __shared__ float from[N], to[N];
+  from[threadIdx.x] = x(threadIdx.x);
+  async_copy<4>(&to[threadIdx.x], &from[threadIdx.x]);  // fault: copy_from_shared
+  async_commit();
+  async_wait<0>();
+  y(threadIdx.x) = to[threadIdx.x];
+}
+
+__global__ void copy_to_global(In x, Out y) {
+  async_copy<4>(&y(threadIdx.x), &x(threadIdx.x));  // fault: copy_to_global
+}
+
+__global__ void too_many_bytes(In x, Out y) {
+  __shared__ float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &x(0), int(x.size[0]));  // fault: too_many_bytes
+  y(threadIdx.x) = x(threadIdx.x);
+}
+
+// ---- ldmatrix, mma ------------------------------------------------------------------------------------------------
+template <int SHIFT, bool BARRIER>
+__global__ void rows(In x, Out y) {
+  __shared__ __align__(16) uint16_t tile[2 * N + 8];  // the last row is never written
+  tile[2 * threadIdx.x] = tile[2 * threadIdx.x + 1] = uint16_t(x(threadIdx.x));
+  if (BARRIER) __syncthreads();
+  uint32_t fragment[4];
+  load_matrices(fragment, &tile[threadIdx.x % 16 * 8 + SHIFT]);  // fault: row_race, row_unwritten, row_misaligned
+  y(threadIdx.x) = float(fragment[0] & 0xffff);
+}
+
+__global__ void rows_in_flight(In x, Out y) {
+  __shared__ __align__(16) float tile[N];
+  async_copy<4>(&tile[threadIdx.x], &x(threadIdx.x));  // copy: rows_in_flight
+  __syncthreads();
+  uint32_t fragment[2];
+  load_matrices(fragment, &tile[threadIdx.x % 16 * 4]);  // fault: rows_in_flight
+  y(threadIdx.x) = float(fragment[0] & 0xffff);
+}
+
+__global__ void rows_of_global(In x, Out y) {
+  uint32_t fragment[2];
+  load_matrices(fragment, &x(threadIdx.x % 16 * 4));  // fault: rows_of_global
+  y(threadIdx.x) = float(fragment[0] & 0xffff);
+}
+
+__global__ void missing_lane(In x, Out y) {
+  __shared__ __align__(16) float tile[N];
+  tile[threadIdx.x] = x(threadIdx.x);
+  uint32_t fragment[2] = {};
+  __syncthreads();
+  if (threadIdx.x != 5) load_matrices_transposed(fragment, &tile[threadIdx.x % 16 * 4]);  // fault: missing_lane
+  __syncthreads();
+  y(threadIdx.x) = float(fragment[0]);
+}
+
+__global__ void lane_gone(In x, Out y) {
+  if (threadIdx.x == 40) return;
+  float d[4] = {};
+  const uint32_t a[4] = {}, b[2] = {};
+  mma<half>(d, a, b);  // fault: lane_gone
+  y(threadIdx.x) = x(threadIdx.x) + d[0];
+}
+
 // ---- races between blocks -----------------------------------------------------------------------------------------
 __global__ void blocks_write(In x, Out y) {
   y(threadIdx.x) = x(blockIdx.x);  // fault: blocks_write
@@ -81,6 +224,11 @@ __global__ void write_past(In x, Out y) {
   const int i = threadIdx.x;
   y(i) = x(i);
   if (i == N - 1) y(i + 1) = 0;  // fault: write_past
+}
+
+__global__ void atomic_past(In x, Out y) {
+  y(threadIdx.x) = 0;
+  if (threadIdx.x == N - 1) atomicAdd(&y(threadIdx.x + 1), x(0));  // fault: atomic_past
 }
 
 __global__ void read_gap(In x, Out y) {
@@ -219,11 +367,37 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   KERNEL("half_warps", half_warps<false>);
   KERNEL("other_half", half_warps<true>);
   KERNEL("same_word", same_word);
+  KERNEL("copied", copied<NOTHING>);
+  KERNEL("no_commit", copied<COMMIT>);
+  KERNEL("no_wait", copied<WAIT>);
+  KERNEL("no_barrier_after_wait", copied<BARRIER>);
+  KERNEL("two_groups", two_groups<0>);
+  KERNEL("wait_too_short", two_groups<1>);
+  KERNEL("refill", refill<true>);
+  KERNEL("refill_too_early", refill<false>);
+  KERNEL("store_in_flight", store_in_flight);
+  KERNEL("two_copies", two_copies);
+  KERNEL("four_at_once", four_at_once<0>);
+  KERNEL("copy_misaligned", four_at_once<1>);
+  KERNEL("copy_past", four_at_once<4>);
+  KERNEL("copy_unwritten", copy_unwritten);
+  KERNEL("copy_from_shared", copy_from_shared);
+  KERNEL("copy_to_global", copy_to_global);
+  KERNEL("too_many_bytes", too_many_bytes);
+  KERNEL("rows", rows<0, true>);
+  KERNEL("row_race", rows<0, false>);
+  KERNEL("row_unwritten", rows<8, true>);
+  KERNEL("row_misaligned", rows<1, true>);
+  KERNEL("rows_in_flight", rows_in_flight);
+  KERNEL("rows_of_global", rows_of_global);
+  KERNEL("missing_lane", missing_lane);
+  KERNEL("lane_gone", lane_gone);
   KERNEL("blocks_write", blocks_write);
   KERNEL("block_reads", block_reads);
   KERNEL("read_past", read_past);
   KERNEL("read_before", read_before);
   KERNEL("write_past", write_past);
+  KERNEL("atomic_past", atomic_past);
   KERNEL("read_gap", read_gap);
   KERNEL("read_far", read_far);
   KERNEL("write_input", write_input);
