@@ -23,17 +23,26 @@ SCHEDULES = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2), ("ran
 
 
 class Bench:
-    """The modules of one file of test kernels."""
+    """The modules of one file of test kernels, which take a name, x, y and a number."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    made = []
+
+    def __init__(self, name: str, folder: Path, flags=()) -> None:
         self.source = HERE / f"{name}.cu"
+        binding = HERE / ("faults.cpp" if name == "faults" else "operations.cpp")
         self.lines = {}  # of the x-rayed module, by position
         self.paths = {
-            variant: build.build_module(self.source, HERE / f"{name}.cpp", variant, folder)
-            for variant in ("simt", "xray")
+            variant: build.build_module(self.source, binding, variant, folder, flags) for variant in ("simt", "xray")
         }
-        self.modules = {variant: load(f"{name}._{variant}", path) for variant, path in self.paths.items()}
+        # pybind11 knows modules by name: one for each.
+        self.modules = {variant: load(f"{folder.name}._{variant}", path) for variant, path in self.paths.items()}
+        Bench.made.append(self)
+        self.usual_settings()
         self.kernels = re.findall(r"KERNEL\(\"?(\w+)", self.source.read_text().partition("define KERNEL")[2])
+
+    def usual_settings(self) -> None:
+        for module in self.modules.values():
+            module.configure(timeout=1.0)
 
     def line_of(self, name: str, what: str = "fault") -> int:
         """The line whose comment says that it is a kernel's fault, or the copy that the fault meets."""
@@ -82,11 +91,21 @@ def operations(tmp_path_factory):
     yield Bench("operations", tmp_path_factory.mktemp("operations"))
 
 
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    yield Bench("copies", tmp_path_factory.mktemp("copies"))
+
+
+@pytest.fixture(scope="module")
+def matrices(tmp_path_factory):
+    yield Bench("matrices", tmp_path_factory.mktemp("matrices"))
+
+
 @pytest.fixture(autouse=True)
-def usual_settings(faults, operations):
-    for bench in (faults, operations):
-        for module in bench.modules.values():
-            module.configure(timeout=1.0)
+def usual_settings():
+    yield
+    for bench in Bench.made:
+        bench.usual_settings()
 
 
 # ---- planted faults -------------------------------------------------------------------------------------------------
@@ -435,6 +454,181 @@ def test_trace(operations):
     assert [row[4] for row in rows] == ["store", "store", "load", "load"]
     assert rows[0][9] == [4 * lane for lane in range(32)]
     assert rows[3][9] == [4 * (31 - lane) for lane in range(32)]
+
+
+# ---- asynchronous copies and vectors --------------------------------------------------------------------------------
+
+
+def both(bench, name, x, size, threads=32):
+    """The result of a kernel, after a look at its faults (none) and at the plain module's result (the same bits)."""
+    plain, seen = torch.full((size,), float("nan")), torch.full((size,), float("nan"))
+    bench.simt(name, x, plain, threads)
+    recording, message = bench.xray(name, x, seen, threads)
+    assert (recording["faults"], message) == ([], None), name
+    assert torch.equal(plain.view(torch.int32), seen.view(torch.int32)), name
+    return plain, recording["sites"]
+
+
+def only(sites, space, op):
+    return [site for site in sites if (site["space"], site["op"]) == (space, op)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_copies(copies, schedule):
+    for module in copies.modules.values():
+        module.configure(schedule=schedule[0], seed=schedule[1])
+    generator = torch.Generator().manual_seed(schedule[1])
+    for name in copies.kernels:
+        for n in (32, 96):
+            each = int(re.findall(r"\d+", name)[-1]) if name != "by_warps" and name != "groups" else 1
+            match name.partition("_")[0]:
+                case "partial":
+                    each //= 4
+                    for length in (each * n, each * n - 1, each * n - 2, each * 5 + 3, 1):
+                        x = torch.randn(length, generator=generator)
+                        y, _ = both(copies, name, x, each * n, n)
+                        assert torch.equal(y, torch.cat([x, torch.zeros(each * n - length)])), (name, length)
+                case "pipeline":
+                    for steps in (0, 1, each - 1, each, 7):
+                        x = torch.randn(steps * n, generator=generator)
+                        y, _ = both(copies, name, x, n, n)
+                        torch.testing.assert_close(y, x.reshape(steps, n).sum(0).flip(0))
+                case "by":
+                    x = torch.randn(n, generator=generator)
+                    assert torch.equal(both(copies, name, x, n, n)[0], x.reshape(-1, 2).flip(1).reshape(-1))
+                case "groups":
+                    x = torch.arange(1.0, n + 1)
+                    assert torch.equal(both(copies, name, x, n, n)[0], 7 * x)
+                case "vectors":
+                    x = torch.randint(-99, 99, (each * n,), generator=generator).float()
+                    assert torch.equal(both(copies, name, x, each * n, n)[0], 2 * x)
+                case "built":
+                    x = torch.randn(each * n, generator=generator)
+                    assert torch.equal(both(copies, name, x, each * n, n)[0].reshape(n, each).flip(0).reshape(-1), x)
+
+
+def test_counts_of_copies(copies):
+    """A copy is one request to read and one to write; lanes past the end read nothing and write zeros."""
+    x, y = torch.randn(4 * 64 - 37), torch.empty(4 * 64)
+    recording, _ = copies.xray("partial_16", x, y, 64)
+    (load,) = (s for s in only(recording["sites"], "global", "load"))
+    (store,) = (s for s in only(recording["sites"], "shared", "store"))
+    assert load["line"] == store["line"]
+    assert (load["size"], load["requests"], load["sectors"], load["lanes"]) == (16, 2, 28, 55)
+    assert load["bytes"] == 4 * len(x)
+    assert (store["size"], store["requests"], store["wavefronts"], store["conflicts"]) == (16, 2, 8, 0)
+    recording, _ = copies.xray("pipeline_3", torch.randn(7 * 64), torch.empty(64), 64)
+    assert sum(s["requests"] for s in only(recording["sites"], "global", "load")) == 7 * 2
+    assert sum(s["sectors"] for s in only(recording["sites"], "global", "load")) == 7 * 8
+    assert sum(s["wavefronts"] for s in only(recording["sites"], "shared", "store")) == 7 * 2
+
+
+@pytest.mark.parametrize("flags", [(), ("-O1", "-g1")], ids=["as built", "O1"])
+def test_a_vector_is_one_access(copies, flags, tmp_path):
+    bench = Bench("copies", tmp_path, flags) if flags else copies
+    text = bench.source.read_text().splitlines()
+    for name in bench.kernels:
+        if not name.startswith(("vectors", "built_in")):
+            continue
+        each = int(name[-1])
+        size = each * {"float": 4, "double": 8, "half": 2, "bfloat16": 2}.get(name.split("_")[1], 4)
+        x = torch.arange(each * 32.0)
+        recording, _ = bench.xray(name, x, torch.empty(each * 32), 32)
+        for op, places in {"load": 1 + name.startswith("vectors"), "store": 1}.items():
+            wide = [s for s in only(recording["sites"], "shared", op) if s["size"] == size]
+            assert [s["requests"] for s in wide] == [1] * places, (name, op)
+            wanted = "load_vector|reinterpret_cast<const" if op == "load" else "store_vector|reinterpret_cast<Word"
+            assert all(re.search(wanted, text[s["line"] - 1]) for s in wide), (name, op)
+            if op == "load" and name.startswith("vectors"):
+                assert len(only(recording["sites"], "shared", op)) == 2  # nothing is read twice, or in parts
+
+
+# ---- ldmatrix, mma --------------------------------------------------------------------------------------------------
+
+ROUNDED = {
+    "half": lambda v: v.half().float(),
+    "bfloat16": lambda v: v.bfloat16().float(),
+    "tf32": lambda v: (v.view(torch.int32) & ~0x1FFF).view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32", "shared_half", "shared_bfloat16"])
+def test_products(matrices, name):
+    """The fragments are filled from the layouts in mma.h, or by ldmatrix; the truth is in float64."""
+    inner, rounded = 8 if name == "tf32" else 16, ROUNDED[name.removeprefix("shared_")]
+    for seed, schedule in enumerate(("forward", "reverse", "random")):
+        for module in matrices.modules.values():
+            module.configure(schedule=schedule, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(16, inner, generator=generator), torch.randn(inner, 8, generator=generator)
+        y, _ = both(matrices, name, torch.cat([a.reshape(-1), b.reshape(-1)]), 128)
+        truth = rounded(a).double() @ rounded(b).double() + 1
+        torch.testing.assert_close(y.reshape(16, 8).double(), truth, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32"])
+def test_products_of_infinities_and_nan(matrices, name):
+    inner = 8 if name == "tf32" else 16
+    a, b = torch.ones(16, inner), torch.ones(inner, 8)
+    a[2, 1], a[5, 3], a[9, 0], b[3, 6] = torch.inf, torch.nan, -torch.inf, 0
+    a[11, 3], b[0, 2], b[1, 4] = torch.inf, 0, -1
+    y, _ = both(matrices, name, torch.cat([a.reshape(-1), b.reshape(-1)]), 128)
+    assert torch.equal(y.reshape(16, 8).nan_to_num(7, 8, 9), (a @ b + 1).nan_to_num(7, 8, 9))
+    assert y.reshape(16, 8)[5].isnan().all() and y.reshape(16, 8)[11, 6].isnan()
+
+
+@pytest.mark.parametrize("count", [4, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_are_gathered(matrices, count, transposed):
+    name = f"gather_{count}" + "_transposed" * transposed
+    rows = torch.from_numpy(np.random.default_rng(count).integers(0, 256, 32)).float()
+    rows[8 * count :] = -1  # no address
+    y, _ = both(matrices, name, rows, 64 * count)
+    stored = 8 * rows.reshape(4, 8, 1)[:count] + torch.arange(8)
+    wanted = stored.mT if transposed else stored  # [matrix][row][value] = [matrix][lane / 4][lane % 4 and low or high]
+    assert torch.equal(y.reshape(count, 8, 8), wanted)
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_wavefronts_of_ldmatrix(matrices, count):
+    """One for a matrix whose eight rows lie in different banks, eight where all lie in the same; none are shared."""
+    lane = torch.arange(32)
+    patterns = {
+        1: lane,  # side by side
+        8: 8 * lane % 256 + lane // 32,  # 128 bytes apart
+        4: 4 * lane % 128,
+        2: 9 * (lane % 8) % 4 + 8 * (lane % 8) + 64 * (lane // 16),  # swizzled by half
+    }
+    patterns[1 + 0.5] = 8 * (lane % 8) + (lane % 8 ^ lane // 8)  # 128 bytes apart, swizzled
+    patterns[1 + 0.25] = lane % 8  # all matrices the same one
+    for each, rows in patterns.items():
+        recording, _ = matrices.xray(f"gather_{count}", rows.float(), torch.empty(64 * count), 32)
+        (load,) = (s for s in only(recording["sites"], "shared", "load"))
+        assert (load["size"], load["requests"], load["lanes"]) == (16, 1, 8 * count)
+        assert (load["wavefronts"], load["conflicts"]) == (count * int(each), count * (int(each) - 1)), each
+        assert not recording["faults"]
+
+
+def test_rounding_to_tf32(matrices):
+    """To nearest, ties away from zero: against float64; subnormals, overflow, infinities and NaN included."""
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0, 2**32, 40_960, dtype=np.uint64).astype(np.uint32)
+    ties = bits[:8192] & np.uint32(0xFFFFE000) | np.uint32(0x1000)
+    small = bits[:8192] & np.uint32(0x807FFFFF)
+    special = np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7FEFFF, 0x7F7FF000], np.uint32)
+    x = np.concatenate([bits, ties, ties - 1, ties + 1, small, np.resize(special, 1024)]).view(np.float32)
+    with np.errstate(all="ignore"):
+        value = np.abs(x.astype(np.float64))
+        step = np.exp2(np.maximum(np.floor(np.log2(value)), -126) - 10)  # between neighbours with 10 bits
+        wanted = np.copysign(np.floor(value / step + 0.5) * step, x).astype(np.float32)
+    wanted = np.where(np.isfinite(x) & (x != 0), wanted, x)
+    for part, expected in zip(x.reshape(-1, 1024), wanted.reshape(-1, 1024), strict=True):
+        y = torch.full((1024,), 7.0)
+        matrices.simt("rounded", torch.from_numpy(part), y, 1024)
+        found = y.numpy().view(np.uint32)
+        numbers = ~np.isnan(expected)
+        np.testing.assert_array_equal(found[numbers], expected.view(np.uint32)[numbers])
+        assert (found[~numbers] == 0x7FFFFFFF).all()
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------

@@ -38,21 +38,22 @@
 #define SIMT_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // ---- vector types -------------------------------------------------------------------------------------------------
-// Copied through one wide access, as the GPU does, so that the x-ray sees 16 bytes where the code says float4.
+// Copied through one wide access, as the GPU does, so that the x-ray sees 16 bytes where the code says float4; inlined
+// always, so that it sees them in the kernel's line.
 namespace simt {
 template <typename T, int N>
-void copy_wide(void* to, const void* from) {
+__forceinline__ void copy_wide(void* to, const void* from) {
   typedef T Wide __attribute__((vector_size(sizeof(T) * N), may_alias));
   *static_cast<Wide*>(to) = *static_cast<const Wide*>(from);
 }
 }  // namespace simt
 
-#define SIMT_WIDE(name, T, N)                                      \
-  name() = default;                                                \
-  name(const name& other) { simt::copy_wide<T, N>(this, &other); } \
-  name& operator=(const name& other) {                             \
-    simt::copy_wide<T, N>(this, &other);                           \
-    return *this;                                                  \
+#define SIMT_WIDE(name, T, N)                                                      \
+  name() = default;                                                                \
+  __forceinline__ name(const name& other) { simt::copy_wide<T, N>(this, &other); } \
+  __forceinline__ name& operator=(const name& other) {                             \
+    simt::copy_wide<T, N>(this, &other);                                           \
+    return *this;                                                                  \
   }
 
 #define SIMT_VECTOR2(name, T)          \

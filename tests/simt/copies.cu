@@ -85,6 +85,19 @@ __global__ void vectors(In x, Out y) {
   for (int k = 0; k < N; ++k) y(j + k) = float(same[k]) + float(part[k]);
 }
 
+template <typename Word>
+__global__ void built_in(In x, Out y) {
+  constexpr int EACH = sizeof(Word) / 4;
+  __shared__ __align__(16) float tile[MOST * EACH];
+  const int i = int(threadIdx.x) * EACH, j = int(blockDim.x) * EACH - EACH - i;
+  for (int k = 0; k < EACH; ++k) tile[i + k] = x(i + k);
+  __syncthreads();
+  const Word part = *reinterpret_cast<const Word*>(&tile[j]);
+  __syncthreads();
+  *reinterpret_cast<Word*>(&tile[i]) = part;
+  for (int k = 0; k < EACH; ++k) y(i + k) = tile[i + k];
+}
+
 void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threads, Stream stream) {
   const In x = x_any.as<float>();
   const Out y = y_any.as<float>();
@@ -106,5 +119,8 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL("vectors_half_8", vectors<half, 8>);
   KERNEL("vectors_bfloat16_2", vectors<bfloat16, 2>);
   KERNEL("vectors_bfloat16_8", vectors<bfloat16, 8>);
+  KERNEL("built_in_float2", built_in<float2>);
+  KERNEL("built_in_float4", built_in<float4>);
+  KERNEL("built_in_uint4", built_in<uint4>);
   throw std::invalid_argument("no kernel " + name);
 }
