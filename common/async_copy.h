@@ -24,17 +24,21 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 
-// Reads only the first `bytes`, 0 to BYTES; the rest of the BYTES in shared memory becomes zero. With 0 nothing is read
-// and `global` may be any address: this fills what a tile has past the edge of a matrix.
+// Copies if `inside`. If not, nothing is read, `global` may be any address, and the BYTES in shared memory become zero:
+// so a tile is filled past the edge of its matrix. (cp.async also takes a number of bytes, but what is known only while
+// running costs a dozen instructions a copy; a predicate costs none.)
 template <int BYTES>
-__device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes) {
+__device__ __forceinline__ void async_copy(void* shared, const void* global, bool inside) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes at a time");
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   const size_t from = __cvta_generic_to_global(global);
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    asm volatile("{ .reg .pred out; setp.eq.s32 out, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, out; }" ::"r"(to),
+                 "l"(from), "r"(int(inside))
+                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes)
+    asm volatile("{ .reg .pred out; setp.eq.s32 out, %3, 0; cp.async.ca.shared.global [%0], [%1], %2, out; }" ::"r"(to),
+                 "l"(from), "n"(BYTES), "r"(int(inside))
                  : "memory");
   }
 }
@@ -54,15 +58,15 @@ __device__ __forceinline__ void async_wait() {
 #else  // the same on the CPU device, by common/simt/async_copy.cpp
 
 namespace simt {
-void async_copy(void* shared, const void* global, int size, int bytes);
+void async_copy(void* shared, const void* global, int size, bool inside);
 void async_commit();
 void async_wait(int left);
 }  // namespace simt
 
 template <int BYTES>
-__forceinline__ void async_copy(void* shared, const void* global, int bytes = BYTES) {
+__forceinline__ void async_copy(void* shared, const void* global, bool inside = true) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes at a time");
-  simt::async_copy(shared, global, BYTES, bytes);
+  simt::async_copy(shared, global, BYTES, inside);
 }
 
 __forceinline__ void async_commit() { simt::async_commit(); }

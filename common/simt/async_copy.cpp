@@ -22,19 +22,15 @@ Copies& copies_of(Worker& worker) {
 
 }  // namespace
 
-void async_copy(void* shared, const void* global, int size, int bytes) {
+void async_copy(void* shared, const void* global, int size, bool inside) {
   const void* const caller = __builtin_return_address(0);
   Worker& worker = *here()->worker;
-  if (bytes < 0 || bytes > size) {
-    fail(worker, head(worker) + "thread " + describe(here()->thread) + " asks for " + std::to_string(bytes) +
-                     " bytes by an async_copy of " + std::to_string(size) + " at " + code_place(uintptr_t(caller)));
-  }
-  xray_copy(shared, global, size, bytes, caller);
-  if (bytes) probe(global);
+  xray_copy(shared, global, size, inside ? size : 0, caller);
+  if (inside) probe(global);
   probe(shared);  // here and not at the wait, which is another line
   const Busy busy(worker);
   Copies& copies = copies_of(worker);
-  copies.waiting.push_back({shared, global, copies.groups, uint8_t(size), uint8_t(bytes)});
+  copies.waiting.push_back({shared, global, copies.groups, size, inside});
 }
 
 void async_commit() {
@@ -51,8 +47,8 @@ void async_wait(int left) {
   const auto first = copies.waiting.begin(), end = copies.waiting.end();
   auto copy = first;
   for (; copy != end && int64_t(copy->group) + left < int64_t(copies.groups); ++copy) {
-    std::memcpy(copy->to, copy->from, copy->bytes);
-    std::memset(static_cast<char*>(copy->to) + copy->bytes, 0, size_t(copy->size - copy->bytes));
+    if (copy->inside) std::memcpy(copy->to, copy->from, size_t(copy->size));
+    else std::memset(copy->to, 0, size_t(copy->size));
     xray_copied(copy->to, copy->size, caller);
   }
   copies.waiting.erase(first, copy);

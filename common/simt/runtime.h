@@ -102,7 +102,8 @@ struct Copy {
   void* to;
   const void* from;
   uint32_t group;  // how many groups were closed before it was issued
-  uint8_t size, bytes;
+  int size;
+  bool inside;  // not: zeros
 };
 struct Copies {
   std::vector<Copy> waiting;
