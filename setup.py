@@ -75,5 +75,5 @@ setup(
     distclass=StagesDistribution,
     cmdclass={"build_py": BuildSources, "build_ext": BuildStages},
     packages=find_packages(include=["stages", "stages.*"]),
-    package_data={"stages": ["[0-9]*/*.py", "[0-9]*/kernel.cu", "[0-9]*/binding.cpp"]},
+    package_data={"stages": ["[0-9]*/*.py", "[0-9]*/kernel.cu", "[0-9]*/binding.cpp", "measured/*.json"]},
 )

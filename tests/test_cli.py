@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import stages
-from stages.toolkit import bench, build, cli
+from stages.toolkit import bench, build, chapter, cli
 
-COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "diff", "device"]
+COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "device"]
 
 
 @pytest.fixture
@@ -146,6 +146,19 @@ def test_plot_of_records_from_a_gpu(tmp_path):
     record |= {"ms": 1.0, "incumbent": "torch.matmul", "incumbent_ms": 0.5}
     bench.plot([record], tmp_path / "bench.svg")
     assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_chapter(call, monkeypatch):
+    record = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 3.0}
+    record |= {"incumbent_ms": 1.5, "ratio": 0.5, "percent_of_limit": 40.0, "limit": "arithmetic"}
+    run = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "records": [record]}
+    monkeypatch.setattr(chapter, "recorded", lambda: run)
+    code, out, _ = call("chapter", "1")
+    assert code == 0
+    assert out.startswith("Chapter 1, matmul, on one A Card") and "12 shared" in out and "50.0" in out
+    assert max(map(len, out.splitlines())) <= 100
+    code, _, complaint = call("chapter", "x")
+    assert (code, complaint) == (2, f"error: no chapter is called 'x'; there are: {', '.join(chapter.numbers())}\n")
 
 
 def test_diff(call, monkeypatch):

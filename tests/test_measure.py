@@ -1,12 +1,22 @@
 """The commands that measure, as far as they go without a GPU."""
 
 import json
+import shutil
+import statistics
 
 import pytest
 import torch
 
-from stages.toolkit import measure, nsight
+import stages
+from stages.toolkit import bench, check_cuda, measure, nsight, resources
 from stages.toolkit.errors import NotAvailable
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z6matmulI{}EvPT_' for 'sm_90a'
+ptxas info    : Function properties for _Z6matmulI{}EvPT_
+    0 bytes stack frame, {} bytes spill stores, {} bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 8192 bytes smem, 400 bytes cmem[0]
+"""
 
 
 @pytest.fixture
@@ -28,6 +38,10 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(measure.bench, "bench", bench)
     monkeypatch.setattr(nsight, "machine", lambda: {"card": "A Card"})
     monkeypatch.setattr(nsight, "record", record)
+    kernel = {"kernel": "matmul<float>", "blocks": 9, "threads": 256, "registers": 40, "shared": 8192}
+    monkeypatch.setattr(resources, "kernels", lambda *_: [dict(kernel)])
+    monkeypatch.setattr(resources, "spilled", lambda *_: {"matmul<float>": 24})
+    monkeypatch.setattr(resources, "of_card", lambda: ["9.0a"])
 
 
 @pytest.mark.usefixtures("pretended_gpu")
@@ -40,9 +54,152 @@ def test_times_are_written_though_counts_cannot_be(tmp_path, capsys):
         (stage, dtype) for stage in ("00_axpy", "12_matmul_shared") for dtype in measure.DTYPES
     }
     assert not any(r["sizes"] == {"N": 1 << 28} for r in written["records"])
+    assert all(r["kernels"][0]["registers"] == 40 and r["kernels"][0]["spilled"] == 24 for r in written["records"])
     assert "Medians on A Card" in out and "4096x4096x4096" in out
     assert "does not fit" in err and "error: no comparison with Nsight Compute: no ncu here" in err
     assert measure.main(["--out", str(tmp_path), "--stages", "00", "--skip", "nsight"]) == 0
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_times_are_written_though_the_kernels_cannot_be_asked(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise NotAvailable("no profiler")
+
+    def not_compiled(*_):
+        raise stages.BuildError("no nvcc")
+
+    monkeypatch.setattr(resources, "kernels", fail)
+    monkeypatch.setattr(resources, "spilled", not_compiled)
+    assert measure.main(["--out", str(tmp_path), "--stages", "12", "--skip", "nsight"]) == 1
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["records"] and not any("kernels" in r for r in written["records"])
+    complaints = capsys.readouterr().err.splitlines()
+    assert [line for line in complaints if line.startswith("error: ")] == [  # each once
+        "error: 12_matmul_shared: no compiler's report: no nvcc",
+        "error: 12_matmul_shared: its kernels' registers and shared memory are not known: no profiler",
+    ]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_dtype_that_a_stage_does_not_take_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages.load("12"), "dtypes", (torch.bfloat16,), raising=False)
+    assert {r["dtype"] for r in measure.times(["12_matmul_shared"], measure.DTYPES)} == {"bfloat16"}
+
+
+def test_what_a_dtype_needs_to_be_taken_is_recorded(monkeypatch):
+    stage, seen = stages.load("12"), []
+    monkeypatch.setattr(stage, "options", lambda dtype: {"tf32": True} if dtype is torch.float32 else {}, raising=False)
+    monkeypatch.setattr(bench, "_on_gpu", lambda stage, sizes, dtype: {})
+    monkeypatch.setattr(stage, "function", lambda *arguments, **options: seen.append(options))
+    for dtype in (torch.float32, torch.bfloat16):
+        record = bench.bench(stage, stage.sizes((1, 2, 3)), dtype, "cuda")
+        assert record.get("options", {}) == bench.options_of(stage, dtype)
+        bench.call_of(stage, dtype)()
+    assert seen == [{"tf32": True}, {}]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Times
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A GPU whose clock sinks with every call; the log of (call, inputs). A call is its ms."""
+    log = []
+
+    def times(call, rotation, repeats):
+        found = []
+        for _, arguments in zip(range(repeats), rotation, strict=False):
+            log.append((call, arguments))
+            found.append(call * (1 + 0.01 * len(log)))
+        return found
+
+    monkeypatch.setattr(bench, "_event_times", times)
+    return log
+
+
+def test_calls_that_are_compared_take_turns(clock):
+    inputs = [(i,) for i in range(7)]
+    own, other = bench.in_turn((10.0, 20.0), inputs)
+    assert own / other == pytest.approx(0.5, rel=0.07)  # while the clock has sunk to half
+    assert clock[-1][0] == 20.0 and len(clock) > 100
+    changes = sum(a[0] != b[0] for a, b in zip(clock, clock[1:], strict=False))
+    assert changes >= 2 * bench.ROUNDS
+    assert [arguments for _, arguments in clock] == [inputs[i % 7] for i in range(len(clock))]
+
+
+def test_one_after_the_other_would_not_do(clock):
+    rotation = iter(lambda: (), None)
+    own, other = (statistics.median(bench._event_times(ms, rotation, 50)) for ms in (10.0, 20.0))
+    assert abs(own / other - 0.5) > 0.1
+
+
+def test_slow_calls_are_few(clock):
+    bench.in_turn((500.0, 1.0), [()])
+    slow = sum(call == 500.0 for call, _ in clock)
+    assert slow == 2 + bench.FEW
+    assert 40 <= sum(call == 1.0 for call, _ in clock) <= 70
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the kernels take
+
+
+def event(name, ts, registers=40, shared=8192, grid=(4, 2, 1), block=(16, 16, 1), cat="kernel"):
+    facts = {"registers per thread": registers, "shared memory": shared, "grid": list(grid), "block": list(block)}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 3.2, "args": facts}
+
+
+def test_reading_the_profiler():
+    name = "void matmul_shared<__nv_bfloat16>(View<__nv_bfloat16 const, 2>, View<__nv_bfloat16, 2>)"
+    trace = {
+        "traceEvents": [
+            event("second(float*)", 20.5),
+            event(name, 10.25),
+            event(name, 30.0),
+            {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1, "args": {}},
+            {"ph": "M", "name": "process_name", "args": {}},
+        ]
+    }
+    facts = {"blocks": 8, "threads": 256, "registers": 40, "shared": 8192}
+    assert resources.parse(trace) == [
+        {"kernel": "matmul_shared<__nv_bfloat16>", **facts},
+        {"kernel": "second", **facts},
+    ]
+
+
+def test_spills_from_the_compilers_report(monkeypatch):
+    text = PTXAS.format("f", "f", 16, 24) + PTXAS.format("d", "d", 0, 0)
+    monkeypatch.setattr(check_cuda.build, "make", lambda unit, runner: text)
+    monkeypatch.setattr(check_cuda, "nvcc", lambda: check_cuda.build.Compiler(("nvcc",), "nvcc", "13"))
+    assert resources.spilled("12_matmul_shared", ["9.0a"]) == {"matmul<float>": 40, "matmul<double>": 0}
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH")
+def test_the_compiler_and_the_profiler_call_a_kernel_alike():
+    (kernel,) = resources.parse({"traceEvents": [event("void matmul_naive<float>(View<float const, 2>)", 1)]})
+    assert kernel["kernel"] in resources.spilled("10_matmul_naive", ["9.0a"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_profiler_that_sees_no_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(NotAvailable, match="saw no kernel"):
+        resources.launched(torch.add, (torch.ones(2), torch.ones(2)))
+    monkeypatch.setattr(resources.json, "loads", lambda text: {"traceEvents": [{"cat": "kernel", "ts": 1}]})
+    with pytest.raises(NotAvailable, match="cannot be read: KeyError"):
+        resources.launched(torch.add, (torch.ones(2), torch.ones(2)))
+
+
+def test_kernels_are_added_to_their_record(monkeypatch):
+    monkeypatch.setattr(resources, "of_card", lambda: ["9.0a"])
+    monkeypatch.setattr(resources, "spilled", lambda *_: {"a<float>": 40})
+    found = [{"kernel": "a<float>", "registers": 255}, {"kernel": "b", "registers": 16}]
+    monkeypatch.setattr(resources, "kernels", lambda *_: found)
+    record = {"stage": "12_matmul_shared", "sizes": {"M": 1, "N": 1, "K": 1}, "dtype": "float32"}
+    assert measure.add_kernels([record]) == []
+    assert [kernel["spilled"] for kernel in record["kernels"]] == [40, None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,7 +11,7 @@ pytest.importorskip("nbclient")
 pytest.importorskip("matplotlib")
 
 import stages  # noqa: E402
-from stages.toolkit import build, lab, notebooks, picture  # noqa: E402
+from stages.toolkit import build, chapter, lab, notebooks, picture  # noqa: E402
 from stages.toolkit.report import METRICS  # noqa: E402
 
 PATHS = notebooks.paths()
@@ -209,6 +209,18 @@ def test_what_cannot_be_shown_is_told():
         picture.requests(kernel.xray(32, 32, 8), "a")
     with pytest.raises(ValueError, match="no line of stages/11_matmul_coalesced/kernel.cu holds 'no such line'"):
         picture.code(kernel, "no such line", "}")
+
+
+def test_the_chapter_in_a_notebook(capsys, monkeypatch):
+    record = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 3.0}
+    record |= {"incumbent_ms": 1.5, "ratio": 0.5, "percent_of_limit": 40.0, "limit": "arithmetic"}
+    run = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "records": [record]}
+    monkeypatch.setattr(chapter, "recorded", lambda: run)
+    plot = lab.chapter("1")
+    assert "12 shared" in capsys.readouterr().out and "12 shared 50.0 %" in plot.words
+    monkeypatch.setattr(chapter, "recorded", lambda: None)
+    assert lab.chapter("1") is None
+    assert "Not measured yet" in capsys.readouterr().out
 
 
 def test_the_comparison_with_a_gpu(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from stages.toolkit import build, cli, nsight, readme  # noqa: E402
+from stages.toolkit import build, chapter, cli, nsight, readme  # noqa: E402
 from stages.toolkit.report import METRICS  # noqa: E402
 
 TEXT = readme.README.read_text(encoding="utf-8")
@@ -46,21 +46,36 @@ def test_marks_that_are_missing_are_named():
         readme.refreshed(TEXT.replace("<!-- stages:begin -->", ""))
 
 
+def test_chapters_that_were_not_measured_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "MEASURED", tmp_path)
+    (tmp_path / "bench.json").write_text(json.dumps({"records": []}))
+    assert f"Chapter {', '.join(chapter.numbers())}: **Not measured yet.**" in readme.figures()
+    assert readme.plots() == {}
+
+
 def test_records_become_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "MEASURED", tmp_path)
     assert "Not measured yet" in readme.figures() and "Not compared yet" in readme.figures()
     assert "Not measured yet" in readme.device_cost()
     machine = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "ncu": "3"}
-    bench = {"stage": "12_matmul_shared", "sizes": {"M": 1024, "N": 1024, "K": 64}, "dtype": "float32", "ms": 1.5}
+    bench = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 1.5}
     bench |= {"incumbent": "torch.matmul", "incumbent_ms": 0.5, "percent_of_limit": 12.34, "limit": "arithmetic"}
-    (tmp_path / "bench.json").write_text(json.dumps({**machine, "records": [bench]}))
+    bench |= {"ratio": 0.75}
+    axpy = {**bench, "stage": "00_axpy", "sizes": {"N": 1 << 28}, "limit": "memory"}
+    (tmp_path / "bench.json").write_text(json.dumps({**machine, "records": [bench, axpy]}))
     row = {"stage": "12_matmul_shared", "size": [1], "dtype": "float32", "xray": 2, "reason": ""}
     rows = [{**row, "count": name, "hardware": 2} for name in METRICS]
     rows[4] |= {"hardware": 1, "reason": nsight.MERGED}
     (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))
     text = readme.figures()
-    assert "| 12_matmul_shared | 1,024×1,024×64 | float32 | 1.5 | 0.5 | 12.3 % of arithmetic |" in text
-    assert "Medians on one A Card, driver 1.2, torch 2, 2026-01-01; float32 without TF32. Matmul beside `torch" in text
+    assert "| 12\u00a0shared | float32 | 1.5 | 75.0 | 12.3 | – |" in text
+    assert "**Chapter 1, matmul**, on one A Card, driver 1.2, torch 2, 2026-01-01; medians." in text
+    assert "![Speed in percent of cuBLAS at 4096³, A Card, 2026-01-01. float32: 12 shared 75.0 %.]" in text
+    assert list(readme.plots()) == ["notebooks/chapter_1.png"]
+    assert (
+        "00_axpy at 268,435,456 beside `torch.add(y, x, alpha=alpha)`, on one A Card, 2026-01-01: float32 1.5 ms "
+        "against 0.5 ms, 12.3 % of what the card gave in copying."
+    ) in text
     assert "7 of 8 are equal, all 4 requests and sectors" in text
     assert f"- 1 in shared memory: {nsight.MERGED}" in text
     rows[0]["hardware"] = 1

@@ -23,4 +23,5 @@ stage = Stage(
     cost=cost,
     aligned=(32, 16, 16),  # whole warps, and rows of A and C of a sector or more, in 16 bits too
     registers=32,  # 2048 threads, as many as a multiprocessor holds, share 65536
+    bench={"cuda": ((1024, 1024, 1024), (4096, 4096, 4096))},  # one call at 8192 takes seconds
 )

@@ -23,7 +23,7 @@ CALL = "matmul(a, b)"
 SIZES = ("M", "N", "K")
 PROBLEMS = ((64, 48, 80), (33, 31, 127), (1, 1, 1), (5, 7, 0))
 XRAY = (64, 64, 64)
-BENCH = {"cpu": ((256, 256, 256),), "cuda": ((1024, 1024, 1024), (4096, 4096, 4096))}
+BENCH = {"cpu": ((256, 256, 256),), "cuda": tuple((n, n, n) for n in (1024, 4096, 8192))}
 DTYPES = FLOATING
 INCUMBENT = "torch.matmul"
 

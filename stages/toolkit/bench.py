@@ -1,10 +1,11 @@
 """How long a stage takes: on a GPU beside what a user would call instead, on a CPU the CPU device's own cost."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,40 @@ from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
 
 REPEATS = 50  # at most
+ROUNDS = 5  # in which the calls that are compared take turns
+SLOW, FEW = 200.0, 3  # a call of more ms is measured only so often
 
 
 def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Measure the stage's function on one problem; the record's keys say what was measured and in which unit."""
     record = {"stage": stage.name, "sizes": dict(sizes), "dtype": str(dtype).removeprefix("torch."), "device": device}
+    if options := options_of(stage, dtype):
+        record["options"] = options
     return record | (_on_gpu if device == "cuda" else _on_cpu)(stage, sizes, dtype)
 
 
+def takes(stage: Stage, dtype: torch.dtype) -> bool:
+    """Whether the stage has a kernel for this dtype."""
+    return dtype in getattr(stage, "dtypes", stage.family.DTYPES)
+
+
+def options_of(stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
+    """The keyword arguments without which the stage does not take this dtype, such as {"tf32": True}; mostly none."""
+    options = getattr(stage, "options", None)
+    return dict(options(dtype)) if options else {}
+
+
+def call_of(stage: Stage, dtype: torch.dtype) -> Callable:
+    """The stage's function, as it is called for this dtype."""
+    return partial(stage.function, **options_of(stage, dtype))
+
+
 def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    arguments = stage.family.make(sizes, dtype)
-    report = stage.xray(*arguments)
+    arguments, call = stage.family.make(sizes, dtype), call_of(stage, dtype)
+    report = _recorded(call, arguments)
     threads = sum(launch.threads for launch in report.launches)
-    plain = _median_ms(lambda: stage.function(*arguments))
-    xrayed = _median_ms(lambda: _recorded(stage, arguments))
+    plain = _median_ms(lambda: call(*arguments))
+    xrayed = _median_ms(lambda: _recorded(call, arguments))
     return {
         "ms": plain,
         "threads": threads,
@@ -40,9 +61,10 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     }
 
 
-def _recorded(stage: Stage, arguments: Sequence[object]) -> None:
-    with xray.recording():
-        stage.function(*arguments)
+def _recorded(call: Callable, arguments: Sequence[object]) -> xray.Report:
+    with xray.recording() as report:
+        call(*arguments)
+    return report
 
 
 def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
@@ -59,11 +81,11 @@ def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
 def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
     family = stage.family
     inputs = _rotated(family.make(sizes, dtype, "cuda"))
-    with exact_float32():
-        own = gpu_ms(stage.function, inputs)
-        other = gpu_ms(family.incumbent, inputs)
+    tf32 = bool(options_of(stage, dtype).get("tf32"))
+    with float32_products(tf32):
+        own, other = in_turn((call_of(stage, dtype), family.incumbent), inputs)
     operations, moved = family.work(sizes, dtype.itemsize)
-    bandwidth, rate = copy_bandwidth(), matmul_rate(dtype)
+    bandwidth, rate = copy_bandwidth(), matmul_rate(dtype, tf32)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut
     limit = max(floor, key=floor.get)
     return {
@@ -89,31 +111,46 @@ def _rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:
     return [tuple(x.clone() if isinstance(x, Tensor) else x for x in arguments) for _ in range(copies)]
 
 
-def gpu_ms(call: Callable, inputs: Sequence[Sequence[object]]) -> float:
-    """The median time of a call on the GPU, by events, over inputs taken in turn: 5 to 50 calls after a warm-up."""
-    _event_times(call, inputs, 1)  # builds, loads, allocates
-    repeats = max(5, min(REPEATS, int(1000 / max(_event_times(call, inputs, 1)[0], 1e-3))))
-    _event_times(call, inputs, repeats // 5)
-    return statistics.median(_event_times(call, inputs, repeats))
+def in_turn(calls: Sequence[Callable], inputs: Sequence[Sequence[object]]) -> list[float]:
+    """The median time of each call on the GPU, in ms, by events, over inputs taken in turn.
+
+    Each is called 5 to 50 times after a warm-up, one that is SLOW only FEW times. The calls take turns, a few of the
+    one, a few of the next, so that what drifts meanwhile, the clock and the power, is the same for all.
+    """
+    rotation = itertools.cycle(inputs)
+    repeats = []
+    for call in calls:
+        _event_times(call, rotation, 1)  # builds, loads, allocates
+        (ms,) = _event_times(call, rotation, 1)
+        repeats.append(FEW if ms > SLOW else max(5, min(REPEATS, int(1000 / max(ms, 1e-3)))))
+    for call, count in zip(calls, repeats, strict=True):
+        if count > FEW:
+            _event_times(call, rotation, count // 5)
+    rounds = min(ROUNDS, *repeats)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, count, found in zip(calls, repeats, times, strict=True):
+            found += _event_times(call, rotation, -(-count // rounds))
+    return [statistics.median(found) for found in times]
 
 
-def _event_times(call: Callable, inputs: Sequence[Sequence[object]], repeats: int) -> list[float]:
+def _event_times(call: Callable, rotation: Iterator[Sequence[object]], repeats: int) -> list[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     # All calls queue up behind a pause, so that the time between two events is the GPU's and not Python's.
     torch.cuda._sleep(30_000_000)
-    for i, (start, end) in enumerate(events):
+    for (start, end), arguments in zip(events, rotation, strict=False):
         start.record()
-        call(*inputs[i % len(inputs)])
+        call(*arguments)
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
 
 
 @contextmanager
-def exact_float32() -> Iterator[None]:
-    """Products of float32 in float32, not in TF32."""
+def float32_products(tf32: bool = False) -> Iterator[None]:
+    """Products of float32 by torch in float32, or in TF32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         yield
     finally:
@@ -126,15 +163,17 @@ def copy_bandwidth() -> float:
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * size / (gpu_ms(target.copy_, [(source,)]) / 1e3)
+    (ms,) = in_turn([target.copy_], [(source,)])
+    return 2 * size / (ms / 1e3)
 
 
 @cache
-def matmul_rate(dtype: torch.dtype) -> float:
-    """Operations a second of torch.matmul at 8192^3 on this card; float32 without TF32."""
+def matmul_rate(dtype: torch.dtype, tf32: bool = False) -> float:
+    """Operations a second of torch.matmul at 8192^3 on this card; float32 in TF32 only where that is said."""
     a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
-    with exact_float32():
-        return 2 * 8192**3 / (gpu_ms(torch.matmul, [(a, b)]) / 1e3)
+    with float32_products(tf32):
+        (ms,) = in_turn([torch.matmul], [(a, b)])
+    return 2 * 8192**3 / (ms / 1e3)
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -7,6 +7,7 @@ budget (`registers`, 64 if it says nothing), and more static shared memory than 
 
 import re
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from stages.toolkit import build
 from stages.toolkit.compilers import DEFAULT_ARCHITECTURES, BuildError, capture, gencode, nvcc, nvcc_host
 
 SHARED_LIMIT = 48 * 1024  # more than this has to be asked for at run time, and static shared memory cannot
-STRICT = ["-Werror=all-warnings", "-Xcompiler=-Werror", "-Xptxas=-v"]
+STRICT = ("-Werror=all-warnings", "-Xcompiler=-Werror")
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ def parse_ptxas(text: str) -> list[Kernel]:
 
 def short_name(mangled: str) -> str:
     """matmul_shared<float> for _Z13matmul_sharedIfEvPKT_S2_PS0_lll, where c++filt is there to say so."""
-    name = (capture("c++filt", mangled) or mangled).strip().removeprefix("void ")
-    depth = 0
+    return bare_name((capture("c++filt", mangled) or mangled).strip())
+
+
+def bare_name(name: str) -> str:
+    """matmul_shared<float> for void matmul_shared<float>(float const*, float const*, float*, long, long, long)."""
+    name, depth = name.removeprefix("void "), 0
     for position, character in enumerate(name):
         depth += (character == "<") - (character == ">")
         if character == "(" and depth == 0 and not name[position:].startswith("(anonymous"):
@@ -69,11 +74,11 @@ def short_name(mangled: str) -> str:
     return name
 
 
-def compile_kernels(name: str) -> list[Kernel]:
+def compile_kernels(name: str, architectures: Iterable[str] = DEFAULT_ARCHITECTURES, extra=STRICT) -> list[Kernel]:
     """Compiles the kernel of a stage, with warnings refused, and gives what ptxas says of it."""
-    flags = [flag for architecture in DEFAULT_ARCHITECTURES for flag in gencode(architecture)]
+    flags = [flag for architecture in architectures for flag in gencode(architecture)]
     source, folder = build.PACKAGE / name / "kernel.cu", build.OBJECTS / name / "check"
-    unit = build.compile_unit("cuda", name, source, folder, nvcc(), (*flags, *nvcc_host(), *STRICT))
+    unit = build.compile_unit("cuda", name, source, folder, nvcc(), (*flags, *nvcc_host(), *extra, "-Xptxas=-v"))
     unit.stamp.unlink(missing_ok=True)  # what ptxas says is wanted, whether or not the object is up to date
     output = build.make(unit, build.Runner())
     kernels = parse_ptxas(output)

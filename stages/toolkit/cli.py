@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, device, diff, mutate, render, verify, xray
+from stages.toolkit import bench, build, chapter, device, diff, mutate, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -163,6 +163,11 @@ def bench_stage(options: argparse.Namespace) -> int:
     print(render.table(header, rows, "<" + ">" * len(columns)))
     if options.plot:
         print(f"\nplot: {options.plot}")
+    return 0
+
+
+def chapter_table(options: argparse.Namespace) -> int:
+    print(chapter.text(chapter.chapter(options.chapter, chapter.recorded())))
     return 0
 
 
@@ -342,6 +347,16 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="the records as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
     add_device(sub)
+
+    sub = command(
+        "chapter",
+        chapter_table,
+        "show what the stages of a chapter reach and take, as recorded on a GPU",
+        "chapter 1",
+        "The times, registers and shared memory of the last recorded run of stages.toolkit.measure, and the\n"
+        "x-ray's bytes for each floating-point operation. A GPU is not needed.",
+    )
+    sub.add_argument("chapter", help="the first digit of its stages: 1 for stages 10, 11, 12, ...")
 
     sub = command("diff", diff_stages, "show the lesson between two stages: two ideas and what changed", "diff 11 12")
     sub.add_argument("before", help=STAGE_HELP)

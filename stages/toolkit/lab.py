@@ -203,6 +203,20 @@ def _mark(report: Report, at_most: Mapping[str, int]) -> None:
     print("\nSolved." if solved else "\nNot yet: no faults and the right result, but too much.")
 
 
+def chapter(number: str) -> object:
+    """Show the table of a chapter, and return its plot: the last line of a cell shows that as well."""
+    from stages.toolkit import chapter, picture
+
+    shown = chapter.chapter(number, chapter.recorded())
+    table = picture.Shown(chapter.markdown(shown), chapter.text(shown))
+    try:
+        from IPython.display import display
+    except ImportError:
+        display = print
+    display(table)
+    return chapter.plot(shown)
+
+
 def listing(at_most: Mapping[str, int]) -> str:
     """Limits as a phrase: "at most 96 load sectors and 256 threads"."""
     return "at most " + " and ".join(f"{limit:,} {name.replace('_', ' ')}" for name, limit in at_most.items())

@@ -2,9 +2,10 @@
 
     python -m stages.toolkit.measure --out stages/measured
 
-builds all stages, times each beside what a user would call instead (bench.json), and compares the x-ray's counts with
-Nsight Compute's (nsight.json). The tables stand at the end of what it prints. The exit code is 1 if a global count
-differs or if Nsight Compute cannot be used; the times are written all the same.
+builds all stages, times each beside what a user would call instead, asks what its kernels take of the card (both in
+bench.json), and compares the x-ray's counts with Nsight Compute's (nsight.json). The tables stand at the end of what
+it prints. The exit code is 1 if a global count differs or if the profiler, the compiler or Nsight Compute gives no
+answer; the times are written all the same.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, nsight, render
+from stages.toolkit import bench, build, chapter, nsight, render, resources
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.stage import find, load, names
 
@@ -25,11 +27,16 @@ DTYPES = ("float32", "bfloat16")
 
 
 def times(stages: Iterable[str], dtypes: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of `bench` on the GPU: every stage at its benchmark sizes. Progress goes to stderr."""
+    """The records of `bench` on the GPU: every stage at its benchmark sizes, in the dtypes that it takes.
+
+    Progress goes to stderr.
+    """
     records = []
     for name in stages:
         stage = load(name)
         for dtype in dtypes:
+            if not bench.takes(stage, getattr(torch, dtype)):
+                continue
             for values in stage.bench["cuda"]:
                 began = time.monotonic()
                 try:
@@ -42,13 +49,41 @@ def times(stages: Iterable[str], dtypes: Sequence[str]) -> list[dict[str, Any]]:
     return records
 
 
+def add_kernels(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Add to each record the `kernels` that ran, with what they take of the card; the texts of what could not be told.
+
+    After all times, for a profiler may slow down what runs later in the process.
+    """
+    failed: dict[str, None] = {}  # a set that keeps its order
+    spilled = {}
+    with ThreadPoolExecutor(build.Runner().jobs) as pool:
+        stages = dict.fromkeys(record["stage"] for record in records)
+        reports = {name: pool.submit(resources.spilled, name, resources.of_card()) for name in stages}
+    for name, report in reports.items():
+        try:
+            spilled[name] = report.result()
+        except build.BuildError as error:
+            spilled[name] = {}
+            failed[f"{name}: no compiler's report: {error}"] = None
+    for record in records:
+        name = record["stage"]
+        try:
+            record["kernels"] = resources.kernels(load(name), record["sizes"], getattr(torch, record["dtype"]))
+        except (NotAvailable, RuntimeError) as error:
+            failed[f"{name}: its kernels' registers and shared memory are not known: {error}"] = None
+            continue
+        for kernel in record["kernels"]:
+            kernel["spilled"] = spilled[name].get(kernel["kernel"])
+    return list(failed)
+
+
 def table(records: Iterable[Mapping[str, Any]]) -> str:
     """For a terminal: the times beside the incumbent's, and the percentage of what the card can do."""
     rows = [
         (
             r["stage"],
             "x".join(map(str, r["sizes"].values())),
-            r["dtype"],
+            chapter.dtype_name(r["dtype"], r.get("options", {})),
             *(
                 f"{r[key]:,.4g}"
                 for key in ("ms", "incumbent_ms", "ratio", "gbytes_per_s", "tflops", "percent_of_limit")
@@ -81,7 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build.build(chosen, ("simt", "xray", "cuda"))
         if options.skip != "bench":
             records = times(chosen, options.dtypes.split(","))
-            write(options.out / "bench.json", {**nsight.machine(), "records": records})
+            result = {**nsight.machine(), "records": records}
+            write(options.out / "bench.json", result)
+            failed += add_kernels(records)
+            write(options.out / "bench.json", result)
             tables.append(f"Medians on {torch.cuda.get_device_name()}\n" + table(records))
         if options.skip != "nsight":
             try:

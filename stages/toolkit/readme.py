@@ -4,7 +4,7 @@
     python -m stages.toolkit.readme --check    only say what is out of date; exit code 1 if anything is
 
 They stand between <!-- NAME:begin --> and <!-- NAME:end --> and come from the stages' declarations, from the x-ray, and
-from the records in stages/measured. The picture is written but not compared: its words are, which say the same.
+from the records in stages/measured. Pictures are written but not compared: their words are, which say the same.
 """
 
 import argparse
@@ -12,18 +12,19 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from stages.toolkit import build, lab
+from stages.toolkit import build, chapter, lab
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import load, names
 
 README = build.ROOT / "README.md"
 PICTURE = "notebooks/readme.png"
+PLOT = "notebooks/chapter_{}.png"
 MEASURED = build.PACKAGE / "measured"
 BUSY = 0.5  # processes beside the measurement; more, and its figures are too high
 LAST_BARRIER = "    __syncthreads();  // everyone has read before the next step overwrites\n"
@@ -78,42 +79,41 @@ def size_of(count: float) -> str:
 
 
 def figures() -> str:
-    """The times on a GPU beside what a user would call instead, and how the counts compare with the hardware's."""
-    return f"{times()}\n\n{comparison()}"
+    """What was measured on a GPU, chapter by chapter, and how the counts compare with the hardware's."""
+    run = measured("bench")
+    if run is None:
+        return f"{chapter.NOT_MEASURED}\n\n{comparison()}"
+    chapters = [chapter.chapter(number, run) for number in chapter.numbers()]
+    parts = [chapter.markdown(c) + plot(c) for c in chapters if c.records and len(c.stages) > 1]
+    parts += [one_stage(c) for c in chapters if c.records and len(c.stages) == 1]
+    if missing := [c.number for c in chapters if not c.records]:
+        parts.append(f"Chapter {', '.join(missing)}: {chapter.NOT_MEASURED}")
+    return "\n\n".join([*parts, comparison()])
 
 
-def times() -> str:
-    record = measured("bench")
-    if record is None:
-        return (
-            "**Not measured yet.** No times on a GPU have been recorded for this version. On a machine with one, "
-            "`python -m stages.toolkit.measure --out stages/measured` takes them."
-        )
-    rows = [
-        (
-            r["stage"],
-            times_sign(r["sizes"].values()),
-            r["dtype"],
-            f"{r['ms']:.4g}",
-            f"{r['incumbent_ms']:.4g}",
-            f"{r['percent_of_limit']:.3g} % of {r['limit']}",
-        )
-        for r in record["records"]
-    ]
-    ours = "; ".join(
-        f"{stage} beside `{incumbent}`"
-        for stage, incumbent in {_family(r): r["incumbent"] for r in record["records"]}.items()
-    )
-    head = (
-        f"Medians on one {record['card']}, driver {record['driver']}, torch {record['torch']}, {record['date']}; "
-        f"float32 without TF32. {ours[0].upper()}{ours[1:]}. The last column says how near a stage comes to what the "
-        "card gave in the same run, in copying or in multiplying."
-    )
-    return head + "\n\n" + markdown(("stage", "problem", "dtype", "ms", "incumbent, ms", "of the card"), rows, "<<<>>>")
+def plot(c: chapter.Chapter) -> str:
+    shown = chapter.plot(c)
+    return f"\n\n![{shown.words}]({PLOT.format(c.number)})" if shown else ""
 
 
-def _family(r: dict[str, Any]) -> str:
-    return load(r["stage"]).family.NAME
+def plots() -> dict[str, Any]:
+    """The plots that `figures` shows, by their files."""
+    run = measured("bench")
+    chapters = [chapter.chapter(number, run) for number in chapter.numbers()]
+    drawn = {PLOT.format(c.number): chapter.plot(c) for c in chapters if len(c.stages) > 1}
+    return {path: shown for path, shown in drawn.items() if shown}
+
+
+def one_stage(c: chapter.Chapter) -> str:
+    """A chapter that is one stage still, as a sentence: its largest problem."""
+    parts = [_beside(row.dtype, row.records[-1]) for row in c.rows if row.records[-1]]
+    what = f"{c.stages[0].name} at {times_sign(c.sizes[-1])} beside `{c.stages[0].family.INCUMBENT}`"
+    return f"{what}, on one {c.run['card']}, {c.run['date']}: {'; '.join(parts)}."
+
+
+def _beside(dtype: str, r: Mapping[str, Any]) -> str:
+    limit = f"{r['percent_of_limit']:.3g} % of what the card gave in {chapter.LIMITS[r['limit']]}"
+    return f"{dtype} {r['ms']:.4g} ms against {r['incumbent_ms']:.4g} ms, {limit}"
 
 
 def comparison() -> str:
@@ -225,11 +225,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(difflib.unified_diff(*lines, "README.md", "README.md, computed anew", lineterm="", n=1)))
             return int(old != new)
         README.write_text(new, encoding="utf-8")
-        (build.ROOT / PICTURE).write_bytes(draw().png)
+        pictures = {PICTURE: draw(), **plots()}
+        for path, shown in pictures.items():
+            (build.ROOT / path).write_bytes(shown.png)
     except (OSError, ValueError, NotAvailable, build.BuildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"README.md: {'as before' if old == new else 'written'}; {PICTURE}: written")
+    print(f"README.md: {'as before' if old == new else 'written'}; {', '.join(pictures)}: written")
     return 0
 
 

@@ -1,0 +1,291 @@
+"""A chapter in one table and one plot: how near each stage comes to the library and to the card, and what it takes.
+
+A chapter is the stages whose numbers begin alike, all of one family. Times, registers and shared memory are those of
+one run of `python -m stages.toolkit.measure`, recorded in stages/measured/bench.json; the bytes are the closed forms,
+which the tests hold against the x-ray. What has not been measured is a dash.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stages.toolkit import bench, build, render
+from stages.toolkit.errors import NotAvailable, StageNotFound
+from stages.toolkit.report import SECTOR
+from stages.toolkit.stage import Stage, load, names
+
+if TYPE_CHECKING:
+    from stages.toolkit.picture import Picture
+
+LIBRARIES = {"torch.matmul": "cuBLAS"}  # what an incumbent calls in the end, where that is better known
+LIMITS = {"memory": "copying", "arithmetic": "multiplying"}  # how a limit of `bench` was measured
+MISSING, NO_BREAK = "–", "\u00a0"
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+NOT_MEASURED = (
+    "**Not measured yet.** No times on a GPU have been recorded for this version. On a machine with one, "
+    "`python -m stages.toolkit.measure --out stages/measured` takes them."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in one dtype: its records at the chapter's sizes, where there are any."""
+
+    stage: Stage
+    dtype: str  # as the table shows it: "float32 as tf32"
+    records: tuple[Mapping[str, Any] | None, ...]
+    bytes_per_flop: float | None
+
+    @property
+    def kernels(self) -> Sequence[Mapping[str, Any]]:
+        """The kernels that ran, at the first size for which they are known."""
+        return next((r["kernels"] for r in self.records if r and r.get("kernels")), ())
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What stands in the table of a chapter, from the record of a run (none: nothing has been measured)."""
+
+    number: str
+    stages: Sequence[Stage]
+    run: Mapping[str, Any]
+    sizes: Sequence[tuple[int, ...]]  # the largest two that the family measures
+    rows: Sequence[Row]
+
+    @property
+    def records(self) -> list[Mapping[str, Any]]:
+        """The records that the table shows."""
+        return [record for row in self.rows for record in row.records if record]
+
+    @property
+    def library(self) -> str:
+        incumbent = self.stages[0].family.INCUMBENT
+        return LIBRARIES.get(incumbent) or incumbent.partition("(")[0]
+
+
+def numbers() -> list[str]:
+    """The chapters: "0", "1", ..."""
+    return sorted({name[0] for name in names()})
+
+
+def recorded() -> dict[str, Any] | None:
+    """The run that is recorded in stages/measured, or None."""
+    path = build.PACKAGE / "measured" / "bench.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
+    """The chapter of that number.
+
+    Raises:
+        StageNotFound: There is none. The text lists those that there are.
+    """
+    stages = [load(name) for name in names() if name.startswith(number) and len(number) == 1]
+    if not stages:
+        raise StageNotFound(f"no chapter is called {number!r}; there are: {', '.join(numbers())}")
+    run = run or {"records": []}
+    sizes = stages[0].family.BENCH["cuda"][-2:]
+    dtypes = dict.fromkeys(r["dtype"] for r in run["records"]) or {"float32": None}
+    rows = []
+    for stage in stages:
+        for dtype in dtypes:
+            if bench.takes(stage, getattr(torch, dtype)):
+                rows.append(_row(stage, dtype, sizes, run["records"]))
+    return Chapter(number, stages, run, sizes, rows)
+
+
+def _row(stage: Stage, dtype: str, sizes: Sequence[tuple[int, ...]], records: Sequence[Mapping[str, Any]]) -> Row:
+    options = bench.options_of(stage, getattr(torch, dtype))
+    found: list[Mapping[str, Any] | None] = []
+    for size in sizes:
+        wanted = (stage.name, dtype, stage.sizes(size), options)
+        own = [r for r in records if (r["stage"], r["dtype"], r["sizes"], r.get("options", {})) == wanted]
+        found.append(own[-1] if own else None)
+    return Row(stage, dtype_name(dtype, options), tuple(found), bytes_per_flop(stage, sizes[0], dtype))
+
+
+def dtype_name(dtype: str, options: Mapping[str, Any]) -> str:
+    """A dtype and how a stage takes it: "float32 as tf32"."""
+    words = ["as tf32" if name == "tf32" else f"{name}={value}" for name, value in options.items() if value]
+    return " ".join([dtype, *words])
+
+
+def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | None:
+    """What the x-ray counts for each floating-point operation: whole sectors of global memory, loads and stores.
+
+    None where the closed forms do not hold.
+    """
+    if any(n % aligned for n, aligned in zip(size, stage.aligned, strict=True)):
+        return None
+    sizes, itemsize = stage.sizes(size), getattr(torch, dtype).itemsize
+    counts = stage.cost(**sizes, itemsize=itemsize)
+    return SECTOR * (counts.load_sectors + counts.store_sectors) / stage.family.work(sizes, itemsize).operations
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def markdown(chapter: Chapter) -> str:
+    """The table and what it says, for a page."""
+    if not chapter.records:
+        return NOT_MEASURED
+    header = ["stage", "dtype", *_headings(chapter, "{}, ms", "% of {}"), "bytes a flop", "regs", "shared, KiB"]
+    rows = ([stage.replace(" ", NO_BREAK), *line] for stage, *line in cells(chapter))
+    lines = [header, ["--:" if i > 1 else ":--" for i in range(len(header))], *rows]
+    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{title(chapter)}\n\n{body}\n\n{legend(chapter)}"
+
+
+def text(chapter: Chapter) -> str:
+    """The same for a terminal."""
+    if not chapter.records:
+        return render.wrap(NOT_MEASURED.replace("**", "").replace("`", ""))
+    header = ["stage", "dtype", *_headings(chapter, "{} ms", "% {}"), "B/flop", "regs", "KiB"]
+    body = render.table(header, cells(chapter), "<<" + ">" * (len(header) - 2))
+    head, notes = (render.wrap(part(chapter).replace("`", "").replace("**", "")) for part in (title, legend))
+    return f"{head}\n\n{body}\n\n{notes}"
+
+
+def _headings(chapter: Chapter, ms: str, percent: str) -> list[str]:
+    found = []
+    for size in chapter.sizes:
+        found += [ms.format(size_name(size)), percent.format(chapter.library)]
+        if size == chapter.sizes[0]:
+            found.append(percent.format("card"))
+    return found
+
+
+def cells(chapter: Chapter) -> list[list[str]]:
+    """The cells of the table, a line for each row; a stage's name stands in the first of its lines only."""
+    lines, last = [], None
+    for row in chapter.rows:
+        line = [short_name(row.stage) if row.stage is not last else "", row.dtype]
+        for i, record in enumerate(row.records):
+            line += [f"{record['ms']:,.4g}", _percent(100 * record["ratio"])] if record else [MISSING] * 2
+            if i == 0:
+                line.append(_percent(record["percent_of_limit"]) if record else MISSING)
+        line.append(MISSING if row.bytes_per_flop is None else f"{row.bytes_per_flop:.3g}")
+        line.append(_each(f"{kernel['registers']}" for kernel in row.kernels))
+        line.append(_each(f"{kernel['shared'] / 1024:.4g}" for kernel in row.kernels))
+        lines.append(line)
+        last = row.stage
+    return lines
+
+
+def _percent(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _each(values: Iterable[str]) -> str:
+    """What is to be said of the kernels of a call, once where they are alike."""
+    return " + ".join(dict.fromkeys(values)) or MISSING
+
+
+def title(chapter: Chapter) -> str:
+    """What was measured, and on what."""
+    run = chapter.run
+    return (
+        f"**Chapter {chapter.number}, {chapter.stages[0].family.NAME}**, on one {run['card']}, driver {run['driver']}, "
+        f"torch {run['torch']}, {run['date']}; medians."
+    )
+
+
+def legend(chapter: Chapter) -> str:
+    """How to read the columns."""
+    family, first = chapter.stages[0].family, size_name(chapter.sizes[0])
+    limits = dict.fromkeys(r["limit"] for r in chapter.records)
+    calls = f"`{family.INCUMBENT}`" + (", which calls it" if chapter.library in LIBRARIES.values() else "")
+    if "arithmetic" in limits:
+        dtypes = [row.dtype for row in chapter.rows]
+        products = {"float32": "float32 without TF32", "float32 as tf32": "float32 as tf32 with it"}
+        calls += "".join(f"; {words}" for dtype, words in products.items() if dtype in dtypes)
+    parts = [
+        f"100 % of {chapter.library} is as fast as {calls}.",
+        f"% of card: of what the card gave in the same run in {' or '.join(map(LIMITS.get, limits))}, at {first}.",
+        f"Bytes a flop: all sectors of global memory that the x-ray counts, at {first}.",
+        "Registers (regs) of a thread, shared memory of a block.",
+    ]
+    for row in chapter.rows:
+        if spilled := sum(kernel.get("spilled") or 0 for kernel in row.kernels):
+            parts.append(f"{short_name(row.stage)} spills {spilled:,} bytes in {row.dtype}.")
+    if any(MISSING in line for line in cells(chapter)):
+        parts.append(f"{MISSING}: not measured.")
+    return " ".join(parts)
+
+
+def size_name(size: Sequence[int]) -> str:
+    """4096³ for a product of square matrices, 2²⁴ for a power of two, otherwise the sizes."""
+    if len(size) == 3 and len(set(size)) == 1:
+        return f"{size[0]}³"
+    if len(size) == 1 and size[0] & (size[0] - 1) == 0:
+        return "2" + str(size[0].bit_length() - 1).translate(SUPERSCRIPT)
+    return "×".join(f"{n:,}" for n in size)
+
+
+def short_name(stage: Stage) -> str:
+    """For matmul_shared "12 shared": in a chapter all know which function it is."""
+    return f"{stage.number} {stage.operator.removeprefix(stage.family.NAME + '_')}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plot
+
+
+def plot(chapter: Chapter) -> Picture | None:
+    """Percent of the library, stage by stage, at the first of the sizes; None where nothing has been measured.
+
+    Raises:
+        NotAvailable: matplotlib is not installed.
+    """
+    series: dict[str, dict[int, float]] = {}
+    for row in chapter.rows:
+        if row.records[0]:
+            series.setdefault(row.dtype, {})[chapter.stages.index(row.stage)] = 100 * row.records[0]["ratio"]
+    if not series:
+        return None
+    try:
+        from stages.toolkit import picture
+    except ImportError:
+        raise NotAvailable("the plot needs matplotlib: pip install -e '.[notebooks]'") from None
+    figure = picture.Figure(figsize=(picture.WIDTH, 3.9), layout="constrained", facecolor=picture.PANEL)
+    axes = figure.subplots()
+    for (label, points), colour in zip(series.items(), picture.BLOCKS, strict=False):
+        axes.plot(list(points), list(points.values()), "o-", color=colour, lw=2, ms=6, label=label)
+    for place in range(len(chapter.stages)):
+        # The highest point of a stage has its figure above it, the others below.
+        here = sorted((points[place] for points in series.values() if place in points), reverse=True)
+        for i, value in enumerate(here):
+            shift, align = ((0, 7), "bottom") if i == 0 else ((0, -7), "top")
+            axes.annotate(
+                *(f"{_percent(value)} %", (place, value), shift),
+                **dict(textcoords="offset points", ha="center", va=align, fontsize=9, color=picture.INK),
+                bbox={"facecolor": picture.PANEL, "edgecolor": "none", "pad": 0.5},
+            )
+    axes.axhline(100, color=picture.INK, lw=1, ls=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        *(chapter.library, (-0.42, 100), (0, 3)),
+        **dict(textcoords="offset points", va="bottom", fontsize=9, color=picture.INK),
+    )
+    lowest = min(min(points.values()) for points in series.values())
+    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 250))
+    axes.set_xticks(range(len(chapter.stages)), [short_name(stage).replace(" ", "\n", 1) for stage in chapter.stages])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.set_facecolor(picture.PANEL)
+    axes.tick_params(colors=picture.INK, which="both", length=0)
+    axes.grid(axis="y", color=picture.FAINT, alpha=0.3, lw=0.8)
+    axes.spines[:].set_visible(False)
+    what = f"Speed in percent of {chapter.library} at {size_name(chapter.sizes[0])}"
+    where = f"{chapter.run['card']}, {chapter.run['date']}"
+    axes.set_title(f"{what}, on one {where}", fontsize=10, color=picture.INK)
+    axes.legend(frameon=False, labelcolor=picture.INK, fontsize=9, loc="lower right")
+    words = "; ".join(
+        f"{label}: " + ", ".join(f"{short_name(chapter.stages[i])} {_percent(y)} %" for i, y in points.items())
+        for label, points in series.items()
+    )
+    return picture.Picture(figure, f"{what}, {where}. {words}.")

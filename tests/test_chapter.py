@@ -1,0 +1,165 @@
+"""The table and the plot of a chapter, from made-up records."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import stages  # noqa: E402
+from stages.toolkit import chapter  # noqa: E402
+from stages.toolkit.errors import StageNotFound  # noqa: E402
+from stages.toolkit.report import SECTOR  # noqa: E402
+
+RUN = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01"}
+
+
+def record(stage, size, dtype="float32", ms=2.0, ratio=0.5, **more):
+    sizes = dict(zip("MNK", (size,) * 3, strict=True))
+    figures = {"ms": ms, "incumbent_ms": ms * ratio, "ratio": ratio, "percent_of_limit": 40.0, "limit": "arithmetic"}
+    return {"stage": stage, "sizes": sizes, "dtype": dtype, "incumbent": "torch.matmul", **figures, **more}
+
+
+def kernel(registers=40, shared=8192, spilled=0):
+    return {
+        "kernel": "k<float>",
+        "blocks": 9,
+        "threads": 256,
+        "registers": registers,
+        "shared": shared,
+        "spilled": spilled,
+    }
+
+
+def of(*records):
+    return chapter.chapter("1", {**RUN, "records": list(records)})
+
+
+def cells(shown, name, dtype="float32"):
+    """The cells of a row by their headings, as the page has them."""
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in chapter.markdown(shown).split("\n") if "|" in line
+    ]
+    header, _, *rows = lines
+    stage = ""
+    for row in rows:
+        stage = row[0] or stage
+        if stage.replace("\u00a0", " ") == name and row[1] == dtype:
+            return list(zip(header, row, strict=True))[2:]
+    raise AssertionError(f"no row {name}, {dtype}")
+
+
+def test_a_row_has_what_was_measured():
+    shown = of(
+        record("12_matmul_shared", 1024, ms=77.0),
+        record("12_matmul_shared", 4096, ratio=0.1234, kernels=[kernel()]),
+        record("12_matmul_shared", 8192, ms=1234.5, ratio=1.25),
+    )
+    assert cells(shown, "12 shared") == [
+        ("4096³, ms", "2"),
+        ("% of cuBLAS", "12.3"),
+        ("% of card", "40.0"),
+        ("8192³, ms", "1,234"),
+        ("% of cuBLAS", "125"),
+        ("bytes a flop", "0.125"),
+        ("regs", "40"),
+        ("shared, KiB", "8"),
+    ]
+    text = chapter.markdown(shown)
+    assert text.startswith("**Chapter 1, matmul**, on one A Card, driver 1.2, torch 2, 2026-01-01; medians.")
+    assert "is as fast as `torch.matmul`, which calls it; float32 without TF32." in text
+    assert "what the card gave in the same run in multiplying, at 4096³." in text
+
+
+def test_what_is_missing_is_a_dash():
+    old = record("12_matmul_shared", 4096)  # as records were before the kernels were told
+    shown = of(old)
+    values = [cell for _, cell in cells(shown, "12 shared")]
+    assert values == ["2", "50.0", "40.0", "–", "–", "0.125", "–", "–"]
+    assert [cell for _, cell in cells(shown, "13 register")][:5] == ["–"] * 5
+    assert "–: not measured." in chapter.markdown(shown)
+    everywhere = [record(name, size, kernels=[kernel()]) for name in stages.names()[1:] for size in (4096, 8192)]
+    full = chapter.markdown(of(*everywhere))
+    assert "–" not in full
+
+
+def test_nothing_measured():
+    for run in (None, {**RUN, "records": []}):
+        shown = chapter.chapter("1", run)
+        assert chapter.markdown(shown).startswith("**Not measured yet.**")
+        assert chapter.text(shown).startswith("Not measured yet.")
+        assert chapter.plot(shown) is None
+
+
+def test_several_kernels_and_spills():
+    several = [kernel(32, 0), kernel(32, 49152, spilled=24), kernel(64, 49152, spilled=None)]
+    shown = of(record("12_matmul_shared", 4096), record("12_matmul_shared", 8192, kernels=several))
+    assert cells(shown, "12 shared")[-2:] == [("regs", "32 + 64"), ("shared, KiB", "0 + 48")]
+    assert "12 shared spills 24 bytes in float32." in chapter.markdown(shown)
+
+
+def test_dtypes_and_options_of_a_stage(monkeypatch):
+    tensor = stages.load("13")
+    monkeypatch.setattr(tensor, "dtypes", (torch.float32, torch.bfloat16), raising=False)
+    monkeypatch.setattr(
+        tensor, "options", lambda dtype: {"tf32": True} if dtype is torch.float32 else {}, raising=False
+    )
+    exact = record("13_matmul_register", 4096, ms=9.0)  # from before the stage took an option
+    shown = of(
+        exact,
+        record("13_matmul_register", 4096, options={"tf32": True}, ms=3.0),
+        record("13_matmul_register", 4096, "bfloat16", ms=4.0),
+        record("12_matmul_shared", 4096, "float16"),
+    )
+    assert cells(shown, "13 register", "float32 as tf32")[0] == ("4096³, ms", "3")
+    assert cells(shown, "13 register", "bfloat16")[0] == ("4096³, ms", "4")
+    assert [row.dtype for row in shown.rows if row.stage is tensor] == ["float32 as tf32", "bfloat16"]
+    assert "float32 without TF32; float32 as tf32 with it." in chapter.markdown(shown)
+    assert "13 register 50.0 %" in chapter.plot(shown).words.partition("float32 as tf32: ")[2]
+
+
+def test_for_a_terminal():
+    rows = [record(name, 4096, dtype) for name in stages.names()[1:] for dtype in ("float32", "bfloat16")]
+    text = chapter.text(of(*rows))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "`" not in text and "**" not in text
+    assert text.count("13 register") == 1  # and the line of bfloat16 below it
+
+
+@pytest.mark.parametrize("name", stages.names())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_xray(name, dtype):
+    stage = stages.load(name)
+    size = tuple(2 * n for n in stage.aligned) if len(stage.aligned) > 1 else (512,)
+    report = stage.xray(*stage.family.make(stage.sizes(size), getattr(torch, dtype)))
+    moved = sum(traffic.bytes_moved for traffic in report.traffic("global"))
+    operations = stage.family.work(stage.sizes(size), 4).operations
+    assert chapter.bytes_per_flop(stage, size, dtype) * operations == pytest.approx(moved)
+    assert moved % SECTOR == 0
+
+
+def test_bytes_where_the_closed_forms_do_not_hold():
+    assert chapter.bytes_per_flop(stages.load("12"), (4096, 4096, 4095), "float32") is None
+
+
+def test_sizes_read_well():
+    assert [chapter.size_name(size) for size in ((4096,) * 3, (1 << 24,), (3, 4, 4), (1000,))] == [
+        *("4096³", "2²⁴", "3×4×4", "1,000"),
+    ]
+
+
+def test_chapters():
+    assert chapter.numbers() == sorted({name[0] for name in stages.names()})
+    assert chapter.chapter("0", None).library == "torch.add"
+    with pytest.raises(StageNotFound, match="no chapter is called '77'; there are: 0, 1"):
+        chapter.chapter("77", None)
+
+
+def test_the_plot_is_the_same_on_every_run_and_names_its_card():
+    rows = [record(name, 4096, ratio=0.01 * (1 + i)) for i, name in enumerate(stages.names()[1:])]
+    rows.append(record("13_matmul_register", 4096, "bfloat16", ratio=1.5))
+    first, second = chapter.plot(of(*rows)), chapter.plot(of(*copy.deepcopy(rows)))
+    assert first.png == second.png and first.png.startswith(b"\x89PNG")
+    assert first.words.startswith("Speed in percent of cuBLAS at 4096³, A Card, 2026-01-01. float32: 10 naive 1.00 %, ")
+    assert first.words.endswith("; bfloat16: 13 register 150 %.")
