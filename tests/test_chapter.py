@@ -103,7 +103,10 @@ def test_dtypes_and_options_of_a_stage(monkeypatch):
     tensor = stages.load("13")
     monkeypatch.setattr(tensor, "dtypes", (torch.float32, torch.bfloat16), raising=False)
     monkeypatch.setattr(
-        tensor, "options", lambda dtype: {"tf32": True} if dtype is torch.float32 else {}, raising=False
+        tensor,
+        "options",
+        lambda dtype=torch.float32: ({"tf32": True} if dtype is torch.float32 else {},),
+        raising=False,
     )
     exact = record("13_matmul_register", 4096, ms=9.0)  # from before the stage took an option
     shown = of(

@@ -88,13 +88,15 @@ def test_a_dtype_that_a_stage_does_not_take_is_left_out(tmp_path, monkeypatch):
 
 def test_what_a_dtype_needs_to_be_taken_is_recorded(monkeypatch):
     stage, seen = stages.load("12"), []
-    monkeypatch.setattr(stage, "options", lambda dtype: {"tf32": True} if dtype is torch.float32 else {}, raising=False)
+    monkeypatch.setattr(
+        stage, "options", lambda dtype=torch.float32: ({"tf32": True} if dtype is torch.float32 else {},), raising=False
+    )
     monkeypatch.setattr(bench, "_on_gpu", lambda stage, sizes, dtype: {})
     monkeypatch.setattr(stage, "function", lambda *arguments, **options: seen.append(options))
     for dtype in (torch.float32, torch.bfloat16):
         record = bench.bench(stage, stage.sizes((1, 2, 3)), dtype, "cuda")
-        assert record.get("options", {}) == bench.options_of(stage, dtype)
-        bench.call_of(stage, dtype)()
+        assert record.get("options", {}) == stage.options(dtype)[0]
+        stage.function(**stage.options(dtype)[0])
     assert seen == [{"tf32": True}, {}]
 
 

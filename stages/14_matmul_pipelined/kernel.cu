@@ -61,7 +61,7 @@ __device__ __forceinline__ void start_copy(T* patch, const T* from, int64_t stri
     constexpr int GROUPS = WIDTH / WIDE<T>, STEP = THREADS / GROUPS;
     const int i = thread % GROUPS * WIDE<T>, k0 = thread / GROUPS;
     from += k0 * stride_k + i;
-    UNROLL
+#pragma unroll
     for (int k = 0; k < DEPTH; k += STEP, from += STEP * stride_k) {
       async_copy<16>(patch + (k0 + k) * PITCH + i, from, k0 + k < ks && i < is);
     }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_copy(T* patch, const T* from, int64_t stri
     constexpr int STEP = THREADS / DEPTH;
     const int i0 = thread / DEPTH, k = thread % DEPTH;
     from += i0 * stride_i + k;
-    UNROLL
+#pragma unroll
     for (int i = 0; i < WIDTH; i += STEP, from += STEP * stride_i) {
       async_copy<sizeof(T)>(patch + k * PITCH + i0 + i, from, k < ks && i0 + i < is);
     }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void start_copy(T* patch, const T* from, int64_t stri
     constexpr int STEP = THREADS / WIDTH;
     const int i = thread % WIDTH, k0 = thread / WIDTH;
     from += i * stride_i + k0 * stride_k;
-    UNROLL
+#pragma unroll
     for (int k = 0; k < DEPTH; k += STEP, from += STEP * stride_k) {
       const bool inside = k0 + k < ks && i < is;
       if constexpr (sizeof(T) >= 4) {
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
 
   Vector<T, WIDE<T>> a_part[2][DOWN / WIDE<T>], b_part[2][EACH<T> / WIDE<T>];  // of this k and of the next
   const auto read = [&](int to, const Patches<T>& patch, int k) {
-    UNROLL
+#pragma unroll
     for (int i = 0; i < DOWN; i += WIDE<T>) a_part[to][i / WIDE<T>] = load_vector<WIDE<T>>(&patch.a[k][row_of(i)]);
-    UNROLL
+#pragma unroll
     for (int j = 0; j < EACH<T>; j += WIDE<T>) b_part[to][j / WIDE<T>] = load_vector<WIDE<T>>(&patch.b[k][col_of(j)]);
   };
 
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
 #pragma unroll 1
   for (int64_t k0 = 0; k0 < a.size[1]; k0 += DEPTH) {
     const int next = now + 1 < STAGES<T> ? now + 1 : 0;
-    UNROLL
+#pragma unroll
     for (int k = 0; k < DEPTH; ++k) {
       if (k == 0) start(patches[free]);
       if (k + 1 < DEPTH) {
@@ -148,9 +148,9 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
         __syncthreads();  // the next patches are there, and nobody reads these any more
         read((k + 1) % 2, patches[next], 0);
       }
-      UNROLL
+#pragma unroll
       for (int i = 0; i < DOWN; ++i) {
-        UNROLL
+#pragma unroll
         for (int j = 0; j < EACH<T>; ++j) {
           const T a_word = a_part[k % 2][i / WIDE<T>][i % WIDE<T>], b_word = b_part[k % 2][j / WIDE<T>][j % WIDE<T>];
           sum[i][j] += Accumulator<T>(a_word) * Accumulator<T>(b_word);

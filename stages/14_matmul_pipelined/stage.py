@@ -9,7 +9,7 @@ WARPS = 8
 
 
 def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
-    return Counts(0,0,0,0,0,0,0)
+    return Counts(0, 0, 0, 0, 0, 0, 0)
 
 
 stage = Stage(

@@ -68,7 +68,7 @@ __device__ __forceinline__ void start_copy(T* tile, const T* from, int64_t row_s
     constexpr int STEP = THREADS / PITCH;
     const int row0 = thread / PITCH, chunk = thread % PITCH;
     from += row0 * row_stride + chunk * WIDE<T>;
-    UNROLL
+#pragma unroll
     for (int row = 0; row < HEIGHT; row += STEP, from += STEP * row_stride) {
       const bool inside = row0 + row < rows && chunk * WIDE<T> < cols;
       async_copy<16>(tile + swizzled<PITCH>(row0 + row, chunk) * WIDE<T>, from, inside);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void read(uint32_t (&part)[4], const T* tile, int i0,
 template <typename T>
 __device__ __forceinline__ void round_factors(uint32_t (&part)[4]) {
   if constexpr (std::is_same_v<T, float>) {
-    UNROLL
+#pragma unroll
     for (uint32_t& word : part) word = to_tf32(__uint_as_float(word));
   }
 }
@@ -149,9 +149,9 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tensor(View<const T, 2> a, 
 
   uint32_t a_part[2][SIDE / 16][4], b_part[2][SIDE / 16][4];  // of this pair of chunks and of the next
   const auto read_pair = [&](int to, const Tiles<T>& from, int pair) {
-    UNROLL
+#pragma unroll
     for (int i = 0; i < SIDE / 16; ++i) read<true, A_BY_K, ROWS>(a_part[to][i], from.a, warp_row + i * 16, pair);
-    UNROLL
+#pragma unroll
     for (int j = 0; j < SIDE / 16; ++j) read<false, B_BY_K, COLS>(b_part[to][j], from.b, warp_col + j * 16, pair);
   };
 
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tensor(View<const T, 2> a, 
 #pragma unroll 1
   for (int64_t k0 = 0; k0 < a.size[1]; k0 += DEPTH<T>) {
     const int next = now + 1 < STAGES ? now + 1 : 0;
-    UNROLL
+#pragma unroll
     for (int pair = 0; pair < CHUNKS / 2; ++pair) {
       if (pair + 1 < CHUNKS / 2) {
         read_pair((pair + 1) % 2, tiles[now], pair + 1);
@@ -175,11 +175,11 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tensor(View<const T, 2> a, 
         read_pair((pair + 1) % 2, tiles[next], 0);
       }
       if (pair == 0) start(tiles[free]);
-      UNROLL
+#pragma unroll
       for (int i = 0; i < SIDE / 16; ++i) round_factors<T>(a_part[pair % 2][i]), round_factors<T>(b_part[pair % 2][i]);
-      UNROLL
+#pragma unroll
       for (int i = 0; i < SIDE / 16; ++i) {
-        UNROLL
+#pragma unroll
         for (int n = 0; n < SIDE / 8; ++n) {
           const int j = i % 2 ? SIDE / 8 - 1 - n : n;  // to and fro: the turn finds its B in the operand cache
           const uint32_t b_half[2] = {b_part[pair % 2][j / 2][j % 2 * 2], b_part[pair % 2][j / 2][j % 2 * 2 + 1]};
@@ -195,9 +195,9 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tensor(View<const T, 2> a, 
   async_wait<0>();
   __syncthreads();  // nothing arrives and nobody reads any more: the tiles' memory is free
   T* const patch = reinterpret_cast<T*>(tiles) + warp * SIDE * SIDE;
-  UNROLL
+#pragma unroll
   for (int i = 0; i < SIDE / 8; ++i) {
-    UNROLL
+#pragma unroll
     for (int j = 0; j < SIDE / 8; ++j) {
       const int row = i * 8 + lane / 4, col = j * 8 + lane % 4 * 2;
       Vector<T, 2> out;

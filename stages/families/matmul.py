@@ -19,7 +19,7 @@ from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
 NAME = "matmul"
-CALL = "matmul(a, b)"
+CALL = "matmul(a, b, *, tf32=False)"
 SIZES = ("M", "N", "K")
 PROBLEMS = ((64, 48, 80), (33, 31, 127), (1, 1, 1), (5, 7, 0))
 XRAY = (64, 64, 64)
@@ -28,8 +28,12 @@ DTYPES = FLOATING
 INCUMBENT = "torch.matmul"
 
 
-def define(name: str, kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
-    """Register the operator of a stage and return its public function."""
+def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callable[..., Tensor]:
+    """Register the operator of a stage and return its public function.
+
+    Args:
+        tensor_cores: Whether the kernels multiply on tensor cores: 16-bit types, and float32 as TF32.
+    """
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c = allocate(a, b)
@@ -47,12 +51,14 @@ def define(name: str, kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
         name, "(Tensor a, Tensor b) -> Tensor", run, fake=allocate, setup_context=save, backward=backward
     )
 
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
+    def matmul(a: Tensor, b: Tensor, *, tf32: bool = False) -> Tensor:
         """The matrix product C[m, n] = sum over k of A[m, k] B[k, n], summed in float32 (in float64 for float64).
 
         Args:
             a: [M, K], float64, float32, float16 or bfloat16, on a CPU or a CUDA device. Any strides; nothing is copied.
             b: [K, N], of the same dtype and on the same device.
+            tf32: Round float32 to TF32 first, to 10 bits of mantissa instead of 23, and multiply on the tensor cores.
+                Stage 15 does, and takes float32 in no other way; the stages before it multiply what they are given.
 
         Returns:
             C, [M, N], contiguous, of the same dtype; zeros where K is 0. NaN and infinity propagate.
@@ -60,7 +66,9 @@ def define(name: str, kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
 
         Raises:
             TypeError: An argument is no tensor, is not dense, or has another dtype than those above or than its fellow.
-            ValueError: An argument is not two-dimensional, the inner sizes differ, or the devices differ.
+            ValueError: An argument is not two-dimensional, the inner sizes differ, the devices differ, or tf32 is asked
+                for another dtype than float32.
+            NotImplementedError: The stage leaves out the dtype or the option. The text names the stage that has it.
             KernelFault: The CPU device caught the kernel doing what it may not.
 
         Example:
@@ -69,6 +77,7 @@ def define(name: str, kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
             tensor([[11.]])
         """
         check(a, b)
+        check_precision(name, tensor_cores, a.dtype, tf32)
         return product(a, b)
 
     return matmul
@@ -83,6 +92,24 @@ def check(a: Tensor, b: Tensor) -> None:
         raise ValueError(
             f"{CALL}: a is {shape(a)} and b is {shape(b)}; allowed: as many columns in a as rows in b "
             f"(got {a.shape[1]} and {b.shape[0]})"
+        )
+
+
+def check_precision(name: str, tensor_cores: bool, dtype: torch.dtype, tf32: bool) -> None:
+    """Raise ValueError or NotImplementedError unless a stage multiplies this dtype in this way."""
+    if tf32 and dtype is not torch.float32:
+        raise ValueError(f"{CALL}: tf32=True rounds float32, but a has {dtype}; allowed: tf32=False")
+    if tf32 and not tensor_cores:
+        raise NotImplementedError(f"{CALL}: stage {name} has no tf32=True; stage 15 (matmul_tensor) has it")
+    if tensor_cores and dtype is torch.float32 and not tf32:
+        raise NotImplementedError(
+            f"{CALL}: stage {name} multiplies float32 only with tf32=True; "
+            "stage 14 (matmul_pipelined) keeps all its bits"
+        )
+    if tensor_cores and dtype is torch.float64:
+        raise NotImplementedError(
+            f"{CALL}: stage {name} takes float16, bfloat16, and float32 with tf32=True, but a has {dtype}; "
+            "stage 14 (matmul_pipelined) takes it"
         )
 
 
@@ -105,28 +132,28 @@ def make(
     return a, b
 
 
-def reference(a: Tensor, b: Tensor) -> Tensor:
-    """A B in float64."""
+def reference(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
+    """A B in float64, of the values as they are given."""
     return a.double() @ b.double()
 
 
-def tolerance(sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, float]:
+def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, tf32: bool = False) -> dict[str, float]:
     """How far each result may be from the truth, r = |x - ref| / |ref|.
 
     A sum of K terms in float32 stays within 1e-6 sqrt(K) / 8 (float64: by as much less as its rounding is finer); a
-    result of 16 bits adds its own rounding. The gradients are sums over N and M.
+    result of 16 bits adds its own rounding, TF32 that of both factors. The gradients are sums over N and M.
     """
     sums = {"output": sizes["K"], "a": sizes["N"], "b": sizes["M"]}
     finer = unit_roundoff(accumulator(dtype)) / unit_roundoff(torch.float32)
-    rounding = unit_roundoff(dtype) if dtype is not accumulator(dtype) else 0.0
+    rounding = unit_roundoff(dtype) if dtype is not accumulator(dtype) else 2 * 2.0**-11 if tf32 else 0.0
     return {name: rounding + finer * 1e-6 * max(terms, 1) ** 0.5 / 8 for name, terms in sums.items()}
 
 
-def incumbent(a: Tensor, b: Tensor) -> Tensor:
+def incumbent(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     return torch.matmul(a, b)
 
 
-def work(sizes: Mapping[str, int], itemsize: int) -> Work:
+def work(sizes: Mapping[str, int], itemsize: int, tf32: bool = False) -> Work:
     """A multiplication and an addition for each of M N K terms; each matrix moved once."""
     m, n, k = (sizes[name] for name in SIZES)
     return Work(2 * m * n * k, itemsize * (m * k + k * n + m * n))

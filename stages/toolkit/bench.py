@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.toolkit import xray
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
 
@@ -24,33 +23,17 @@ SLOW, FEW = 200.0, 3  # a call of more ms is measured only so often
 def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Measure the stage's function on one problem; the record's keys say what was measured and in which unit."""
     record = {"stage": stage.name, "sizes": dict(sizes), "dtype": str(dtype).removeprefix("torch."), "device": device}
-    if options := options_of(stage, dtype):
+    if options := stage.options(dtype)[0]:
         record["options"] = options
     return record | (_on_gpu if device == "cuda" else _on_cpu)(stage, sizes, dtype)
 
 
-def takes(stage: Stage, dtype: torch.dtype) -> bool:
-    """Whether the stage has a kernel for this dtype."""
-    return dtype in getattr(stage, "dtypes", stage.family.DTYPES)
-
-
-def options_of(stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
-    """The keyword arguments without which the stage does not take this dtype, such as {"tf32": True}; mostly none."""
-    options = getattr(stage, "options", None)
-    return dict(options(dtype)) if options else {}
-
-
-def call_of(stage: Stage, dtype: torch.dtype) -> Callable:
-    """The stage's function, as it is called for this dtype."""
-    return partial(stage.function, **options_of(stage, dtype))
-
-
 def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    arguments, call = stage.family.make(sizes, dtype), call_of(stage, dtype)
-    report = _recorded(call, arguments)
+    arguments, options = stage.family.make(sizes, dtype), stage.options(dtype)[0]
+    report = stage.xray(*arguments, **options)
     threads = sum(launch.threads for launch in report.launches)
-    plain = _median_ms(lambda: call(*arguments))
-    xrayed = _median_ms(lambda: _recorded(call, arguments))
+    plain = _median_ms(lambda: stage.function(*arguments, **options))
+    xrayed = _median_ms(lambda: stage.xray(*arguments, **options))
     return {
         "ms": plain,
         "threads": threads,
@@ -59,12 +42,6 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "xray_ratio": xrayed / plain,
         "cores": stage.kernels.module("simt").info().get("workers"),
     }
-
-
-def _recorded(call: Callable, arguments: Sequence[object]) -> xray.Report:
-    with xray.recording() as report:
-        call(*arguments)
-    return report
 
 
 def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
@@ -79,12 +56,12 @@ def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
 
 
 def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    family = stage.family
+    family, options = stage.family, stage.options(dtype)[0]
     inputs = _rotated(family.make(sizes, dtype, "cuda"))
-    tf32 = bool(options_of(stage, dtype).get("tf32"))
+    tf32 = bool(options.get("tf32"))
     with float32_products(tf32):
-        own, other = in_turn((call_of(stage, dtype), family.incumbent), inputs)
-    operations, moved = family.work(sizes, dtype.itemsize)
+        own, other = in_turn((partial(stage.function, **options), partial(family.incumbent, **options)), inputs)
+    operations, moved = family.work(sizes, dtype.itemsize, **options)
     bandwidth, rate = copy_bandwidth(), matmul_rate(dtype, tf32)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut
     limit = max(floor, key=floor.get)

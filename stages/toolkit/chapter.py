@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stages.toolkit import bench, build, render
+from stages.toolkit import build, render
 from stages.toolkit.errors import NotAvailable, StageNotFound
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import Stage, load, names
@@ -94,13 +94,13 @@ def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
     rows = []
     for stage in stages:
         for dtype in dtypes:
-            if bench.takes(stage, getattr(torch, dtype)):
+            if getattr(torch, dtype) in stage.dtypes:
                 rows.append(_row(stage, dtype, sizes, run["records"]))
     return Chapter(number, stages, run, sizes, rows)
 
 
 def _row(stage: Stage, dtype: str, sizes: Sequence[tuple[int, ...]], records: Sequence[Mapping[str, Any]]) -> Row:
-    options = bench.options_of(stage, getattr(torch, dtype))
+    options = stage.options(getattr(torch, dtype))[0]
     found: list[Mapping[str, Any] | None] = []
     for size in sizes:
         wanted = (stage.name, dtype, stage.sizes(size), options)

@@ -35,7 +35,7 @@ def times(stages: Iterable[str], dtypes: Sequence[str]) -> list[dict[str, Any]]:
     for name in stages:
         stage = load(name)
         for dtype in dtypes:
-            if not bench.takes(stage, getattr(torch, dtype)):
+            if getattr(torch, dtype) not in stage.dtypes:
                 continue
             for values in stage.bench["cuda"]:
                 began = time.monotonic()

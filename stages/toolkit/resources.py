@@ -7,12 +7,13 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stages.toolkit import bench, check_cuda
+from stages.toolkit import check_cuda
 from stages.toolkit.compilers import gpu_architectures
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
@@ -77,4 +78,4 @@ def of_card() -> list[str]:
 
 def kernels(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> list[dict[str, Any]]:
     """The kernels of one call of the stage on the GPU, as `parse` gives them."""
-    return launched(bench.call_of(stage, dtype), stage.family.make(sizes, dtype, "cuda"))
+    return launched(partial(stage.function, **stage.options(dtype)[0]), stage.family.make(sizes, dtype, "cuda"))
