@@ -77,8 +77,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 }
 #undef MMA
 
-// The nearest value with 10 bits of mantissa, of two that are as near the larger; infinities stay, NaN becomes the NaN
-// of all ones.
+// The nearest value with 10 bits of mantissa, of two equally near the one farther from zero. Infinities and NaN stay.
 __device__ __forceinline__ uint32_t to_tf32(float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));

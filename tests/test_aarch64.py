@@ -30,12 +30,12 @@ def device(tmp_path_factory):
     return [folder / f"{source.stem}.o" for source in sources]
 
 
-@pytest.mark.parametrize("kernels", ["operations", "faults"])
+@pytest.mark.parametrize("kernels", ["operations", "faults", "matrices"])
 def test_kernels_and_faults(device, kernels):
     """Fibers, barriers, warp operations, the x-ray; deadlocks and crashes that end in exceptions, one after another."""
     flags = [*compilers.HOST.split(), "-O2", "-g1", "-I", str(ROOT)]
     xray = ["-x", "c++", "-fsanitize=thread", "-fno-tree-sra"]
-    define = ["-DFAULTS"] if kernels == "faults" else []
+    define = [f"-D{kernels.upper()}"]
     folder, objects = device[0].parent, list(device)
     program = folder / kernels
     for source, extra in [(HERE / "standalone.cpp", define), (HERE / f"{kernels}.cu", xray)]:

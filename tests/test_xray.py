@@ -20,14 +20,16 @@ def report():
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """X-rays stage 12 with a piece of its source replaced."""
+    """X-rays stage 12 with pieces of its source replaced."""
 
-    def run(old: str, new: str, sizes=(40, 33, 35)):
+    def run(changes: dict[str, str], sizes=(40, 33, 35)):
         folder = build.PACKAGE / STAGE
         source = (folder / "kernel.cu").read_text()
-        assert old in source
+        for old, new in changes.items():
+            assert old in source
+            source = source.replace(old, new)
         changed = tmp_path_factory.mktemp("broken") / "kernel.cu"
-        changed.write_text(source.replace(old, new))
+        changed.write_text(source)
         module = build.build_module(changed, folder / "binding.cpp", "xray", changed.parent)
         stage = stages.load("12")
         with stage.kernels.replaced(xray=module):
@@ -117,7 +119,7 @@ def test_without_addr2line_offsets_are_shown(monkeypatch):
 
 
 def test_a_missing_barrier_is_a_race_between_two_lines(broken):
-    path, report = broken("__syncthreads();  // both", "// both")
+    path, report = broken({"__syncthreads();  // both": "// both"})
     races = [fault for fault in report.faults if fault.kind == "race"]
     assert races
     source = path.read_text().splitlines()
@@ -130,10 +132,29 @@ def test_a_missing_barrier_is_a_race_between_two_lines(broken):
         report.raise_if_faulty()
 
 
+def test_a_copy_that_nobody_waits_for_is_told_with_both_lines(broken):
+    old = "a_tile[y][x] = row < rows && k0 + x < inner ? a(row, k0 + x) : T(0);"
+    copy = "async_copy<4>(&a_tile[y][x], &a(row, k0 + x), row < rows && k0 + x < inner ? 4 : 0);"
+    path, report = broken({'"common/device.h"': '"common/async_copy.h"', old: f"if constexpr (sizeof(T) == 4) {copy}"})
+    source = path.read_text().splitlines()
+    issued = next(number for number, text in enumerate(source, 1) if "async_copy<4>" in text)
+    found = [fault for fault in report.faults if fault.kind == "copy in flight"]
+    assert found
+    for fault in found:
+        assert fault.other_line.number == issued and "a_tile" in source[fault.line.number - 1]
+        assert str(fault).startswith(f"copy in flight: kernel.cu:{fault.line.number}, thread (")
+        assert f"of shared array a_tile, which the copy of kernel.cu:{issued}, thread (" in str(fault)
+        assert "has not brought yet" in str(fault)
+    assert f"kernel.cu:{issued}  if constexpr" in report.text()
+    counts = {(site.op, site.name): site for site in report.sites if site.line.number == issued}
+    assert counts.keys() == {("load", "a"), ("store", "a_tile")}
+    assert counts["load", "a"].bytes_asked == 4 * counts["load", "a"].lanes
+
+
 def test_a_fault_that_ends_the_kernel_is_an_exception_with_lines(broken):
     barrier = "__syncthreads();  // both"
     with pytest.raises(stages.KernelFault, match=r"kernel\.cu:\d+") as caught:
-        broken(barrier, f"if (y != 0) {barrier}")
+        broken({barrier: f"if (y != 0) {barrier}"})
     assert "{pc" not in str(caught.value)
     a, b = torch.randn(33, 20), torch.randn(20, 31)
     torch.testing.assert_close(stages.load("12").matmul(a, b), a @ b)  # the next launch works

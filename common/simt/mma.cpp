@@ -67,7 +67,7 @@ void multiply_all(void* const* arguments, unsigned mask) {
     if (lanes[lane]) lanes[lane]->met = mask;
   }
   if (mask != WARP) return;
-  float a[16][K], b[K][8], d[16][8];
+  alignas(32) float a[16][K], b[K][8], d[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const Factors& own = *lanes[lane];
     const int g = lane / 4, t = lane % 4;
@@ -83,10 +83,14 @@ void multiply_all(void* const* arguments, unsigned mask) {
       else b[2 * k][g] = first<FACTOR>(own.b[i]), b[2 * k + 1][g] = second<FACTOR>(own.b[i]);
     }
   }
+  typedef float Row
+      __attribute__((vector_size(32), may_alias));  // left alone, g++ picks the wrong loop for its vectors
+  Row* const d_rows = reinterpret_cast<Row*>(d);
+  const Row* const b_rows = reinterpret_cast<const Row*>(b);
   for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < K; ++k) {
-      for (int col = 0; col < 8; ++col) d[row][col] += a[row][k] * b[k][col];
-    }
+    Row sum = d_rows[row];
+    for (int k = 0; k < K; ++k) sum += a[row][k] * b_rows[k];
+    d_rows[row] = sum;
   }
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < 4; ++i) lanes[lane]->d[i] = d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];

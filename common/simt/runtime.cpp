@@ -111,12 +111,13 @@ uint3 Worker::thread_index(int thread) const {
 }
 
 // ---- stacks -------------------------------------------------------------------------------------------------------
+uintptr_t stacks_low = 0, stacks_high = 0;
+
 namespace {
 
 constexpr int MAX_WORKERS = 64;
 constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;  // the stacks of a worker
 constexpr size_t LARGE_PAGES = size_t(16) << 20;                // of them: 256 stacks, the usual block
-uintptr_t stacks_low = 0, stacks_high = 0;
 Worker* worker_of_slab[MAX_WORKERS];
 
 // One reservation for all stacks, so that "is this address on a stack" is one comparison.
@@ -182,8 +183,6 @@ int stack_of(Worker& worker, const Here* place) {
 }
 
 }  // namespace
-
-bool on_fiber(uintptr_t address) { return address - stacks_low < stacks_high - stacks_low; }
 
 // Whose stacks an address lies on, told by the address alone: what is on the stack may be overwritten.
 Worker* worker_at(uintptr_t sp) {

@@ -164,7 +164,8 @@ struct Worker {
   uint3 thread_index(int thread) const;
 };
 
-bool on_fiber(uintptr_t address);
+extern uintptr_t stacks_low, stacks_high;  // where the stacks of all workers lie
+inline bool on_fiber(uintptr_t address) { return address - stacks_low < stacks_high - stacks_low; }
 Worker* worker_at(uintptr_t sp);
 std::string describe(uint3 index);
 

@@ -9,7 +9,7 @@
 #include "common/view.h"
 
 void run(const std::string& name, Input<1> x, Output<1> y, int64_t number,
-         Stream stream);  // operations.cu or faults.cu
+         Stream stream);  // operations.cu, faults.cu or matrices.cu
 
 namespace {
 
@@ -65,11 +65,28 @@ int main() {
       check(good.fault.empty() && good.y[0] == 63 && good.y[63] == 0 && good.recording.faults.empty(), "neighbour");
       const Result race = launch_one("no_barrier", 64, 1, recorded);
       if (recorded) check(!race.recording.faults.empty() && race.recording.faults[0].kind == "race", "no_barrier");
-      for (const char* name : {"divergent", "deadlock", "spin", "null_pointer", "endless", "trap", "no_end"}) {
+      const Result copied = launch_one("copied", 64, 1, recorded);
+      check(copied.fault.empty() && copied.y[0] == 63 && copied.recording.faults.empty(), "copied");
+      const Result early = launch_one("no_wait", 64, 1, recorded);
+      check(early.y[0] != early.y[0], "no_wait");
+      if (recorded) check(early.recording.faults.at(0).kind == "copy in flight", "no_wait, told");
+      for (const char* name : {"divergent", "deadlock", "spin", "null_pointer", "endless", "trap", "no_end",
+                               "missing_lane", "lane_gone"}) {
         const std::string fault = launch_one(name, 64, 1, recorded).fault;
         std::printf("  %s\n", fault.c_str());
         check(fault.find(name) != std::string::npos, name);
       }
+#elif defined(MATRICES)
+      const Result gathered = launch_one("gather_4", 256, 32, recorded);
+      bool all = gathered.fault.empty() && gathered.recording.faults.empty();
+      for (int i = 0; i < 256; ++i) all = all && gathered.y[size_t(i)] == float(i);
+      check(all, "gather_4");
+      for (const char* name : {"half", "shared_half"}) {
+        const Result product = launch_one(name, 384, 32, recorded);
+        check(product.fault.empty() && product.y[0] == 40641 && product.recording.faults.empty(), name);
+      }
+      const Result rounded = launch_one("rounded", 256, 32, recorded);
+      check(rounded.y[31] == 31, "rounded");
 #else
       const Result reversed = launch_one("reversed", 1024, 1024, recorded);
       check(reversed.fault.empty() && reversed.y[0] == 1023 && reversed.y[1023] == 0, "reversed");
