@@ -25,7 +25,7 @@ Copies& copies_of(Worker& worker) {
 void async_copy(void* shared, const void* global, int size, bool inside) {
   const void* const caller = __builtin_return_address(0);
   Worker& worker = *here()->worker;
-  xray_copy(shared, global, size, inside ? size : 0, caller);
+  xray_copy(shared, global, size, inside, caller);
   if (inside) probe(global);
   probe(shared);  // here and not at the wait, which is another line
   const Busy busy(worker);

@@ -90,9 +90,29 @@ inline Passes count_passes(const uint64_t* address, uint32_t mask, int size, boo
   return total;
 }
 
-// The store into shared memory of an asynchronous copy: as another store of its width, until it is measured.
-inline Passes count_copy_passes(const uint64_t* address, uint32_t mask, int size) {
-  return count_passes(address, mask, size, false);
+// The store into shared memory of an asynchronous copy. Of 16 bytes a lane it is a store like any other. Narrower ones
+// come through the first-level cache, line by line: what lanes copy from one line of 128 bytes is stored at once, and
+// the zeros of lanes that copy nothing with the first of them.
+inline Passes count_copy_passes(const uint64_t* to, const uint64_t* from, uint32_t mask, int size) {
+  if (size == 16) return count_passes(to, mask, size, false);
+  uint32_t zeros = 0;
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    if (!from[lane]) zeros |= 1u << lane;
+  }
+  Passes total{};
+  for (uint32_t left = mask & ~zeros; left; zeros = 0) {
+    const uint64_t line = from[__builtin_ctz(left)] >> 7;
+    uint32_t part = 0;
+    for (uint32_t rest = left; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      if (from[lane] >> 7 == line) part |= 1u << lane;
+    }
+    const Passes passes = count_passes(to, part | zeros, size, false);
+    total.wavefronts += passes.wavefronts, total.conflicts += passes.conflicts;
+    left &= ~part;
+  }
+  return zeros ? count_passes(to, zeros, size, false) : total;
 }
 
 // ldmatrix: the eight rows of a matrix, 16 bytes each, are a pass where they lie in different banks. Matrices do not

@@ -48,15 +48,15 @@ void log_atomic(const void* address, int size, const void* caller) {
   record(address, caller, Op::atomic, size == 8 ? 3 : size == 4 ? 2 : 1);
 }
 
-void xray_copy(const void* to, const void* from, int size, int bytes, const void* caller) {
-  append(with_bytes(uintptr_t(from), bytes), caller, Op::copy_load, __builtin_ctz(unsigned(size)));
+void xray_copy(const void* to, const void* from, int size, bool inside, const void* caller) {
+  append(with_part(uintptr_t(from), inside), caller, Op::copy_load, __builtin_ctz(unsigned(size)));
   append(uintptr_t(to), caller, Op::copy_store, __builtin_ctz(unsigned(size)));
 }
 void xray_copied(const void* to, int size, const void* caller) {
   append(uintptr_t(to), caller, Op::copied, __builtin_ctz(unsigned(size)));
 }
 void xray_matrix_row(const void* row, bool takes_part, const void* caller) {
-  append(with_bytes(uintptr_t(row), takes_part ? 16 : 0), caller, Op::matrix_load, 4);
+  append(with_part(uintptr_t(row), takes_part), caller, Op::matrix_load, 4);
 }
 
 }  // namespace simt

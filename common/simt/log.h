@@ -16,11 +16,11 @@ inline Op op_of(uint32_t key) { return Op(key >> 3 & 7); }
 inline int size_of(uint32_t key) { return 1 << (key & 7); }
 inline uint64_t pc_of(uint32_t key) { return key >> 6; }
 
-// Of a copy_load and a matrix_load a lane may read fewer bytes than the width, or none; it says so in the topmost byte
-// of the address, which no address needs.
-constexpr uint64_t with_bytes(uint64_t address, int bytes) { return address << 8 >> 8 | uint64_t(bytes) << 56; }
-constexpr uint64_t address_in(uint64_t logged) { return logged << 8 >> 8; }
-constexpr int bytes_in(uint64_t logged) { return int(logged >> 56); }
+// Of a copy_load and a matrix_load a lane may read nothing; it says so in the topmost bit of the address, which no
+// address needs.
+constexpr uint64_t with_part(uint64_t address, bool reads) { return address << 1 >> 1 | uint64_t(!reads) << 63; }
+constexpr uint64_t address_in(uint64_t logged) { return logged << 1 >> 1; }
+constexpr bool takes_part(uint64_t logged) { return !(logged >> 63); }
 
 struct Lane {
   uint32_t count, limit;

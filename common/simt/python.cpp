@@ -13,7 +13,10 @@ namespace {
 py::tuple tuple_of(uint3 i) { return py::make_tuple(i.x, i.y, i.z); }
 py::tuple tuple_of(dim3 i) { return py::make_tuple(i.x, i.y, i.z); }
 
-const char* name_of(simt::Op op) { return only_reads(op) ? "load" : only_writes(op) ? "store" : "atomic"; }
+const char* name_of(simt::Op op) {
+  if (op == simt::Op::copy_store) return "copy";  // into shared memory, asynchronous
+  return only_reads(op) ? "load" : only_writes(op) ? "store" : "atomic";
+}
 const char* name_of(simt::Space space) { return space == simt::Space::global ? "global" : "shared"; }
 const char* name_of(simt::Role role) {
   return role == simt::Role::input ? "input" : role == simt::Role::output ? "output" : "inout";

@@ -205,7 +205,7 @@ void xray_flush_warp(Worker& worker);  // the warp has no lane left that can run
 void xray_barrier(Worker& worker);
 void xray_sync_warp(Worker& worker, int warp, unsigned mask);
 // Called by the thread that does it, with the place of the call in the kernel. (hooks.cpp)
-void xray_copy(const void* to, const void* from, int size, int bytes, const void* caller);
+void xray_copy(const void* to, const void* from, int size, bool inside, const void* caller);
 void xray_copied(const void* to, int size, const void* caller);
 void xray_matrix_row(const void* row, bool takes_part, const void* caller);
 std::string xray_place(const void* address);  // "in tensor 2, 8 bytes past its end", for a crash

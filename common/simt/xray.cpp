@@ -91,7 +91,6 @@ struct Tensor {
 
 struct Count {
   uint64_t requests = 0, sectors = 0, wavefronts = 0, conflicts = 0, lanes = 0;
-  uint64_t left_out = 0;  // bytes that lanes did not move though the instruction could
 };
 
 using FaultName = std::tuple<std::string, uint32_t, uint32_t, int, int>;  // kind, key, other key, kind of target, index
@@ -123,6 +122,7 @@ struct XrayWorker {
   Worker* worker;
   std::vector<Target*> targets;  // tensors, then shared memory, then what is ignored
   std::vector<std::unique_ptr<Target>> own;
+  uint64_t copied_from[32];  // by the lanes of the asynchronous copy whose load came last; 0: nothing
   uint64_t epoch = 0;
   uint32_t clock[MAX_WARPS][32][32];  // clock[w][a][b]: up to when lane a knows what lane b did
   bool clocks_used = false;
@@ -299,15 +299,14 @@ void trace(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, 
   x.trace.push_back(std::move(row));
 }
 
-Passes passes_of(Op op, const uint64_t* address, uint32_t mask, int size) {
-  if (op == Op::copy_store) return count_copy_passes(address, mask, size);
+Passes passes_of(const XrayWorker& x, Op op, const uint64_t* address, uint32_t mask, int size) {
+  if (op == Op::copy_store) return count_copy_passes(address, x.copied_from, mask, size);
   if (op == Op::matrix_load) return count_matrix_passes(address, mask);
   return count_passes(address, mask, size, op == Op::load);
 }
 
-// A request, or the part of it that falls into one target. `bytes`: of each lane; null where all move the whole width.
-void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* address, uint32_t mask, const uint8_t* bytes,
-                   bool first_part) {
+// A request, or the part of it that falls into one target.
+void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* address, uint32_t mask, bool first_part) {
   Target& target = *site.target;
   if (target.kind == Target::ignored) return;
   const Op op = op_of(site.key);
@@ -320,13 +319,9 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   Count& count = *site.count;
   count.requests += first_part;
   count.lanes += uint64_t(__builtin_popcount(mask));
-  if (bytes) {
-    for (uint32_t rest = mask; rest; rest &= rest - 1) count.left_out += uint64_t(size - bytes[__builtin_ctz(rest)]);
-  }
-  // What a lane leaves out is in no sector of its own: its place is aligned to the width.
   if (target.kind == Target::tensor) count.sectors += count_sectors(address, mask, size);
   else {
-    const Passes passes = passes_of(op, address, mask, size);
+    const Passes passes = passes_of(x, op, address, mask, size);
     count.wavefronts += passes.wavefronts;
     count.conflicts += passes.conflicts;
   }
@@ -335,7 +330,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   if (!target.gaps.empty()) {
     for (uint32_t rest = mask; rest; rest &= rest - 1) {
       const int lane = __builtin_ctz(rest);
-      const size_t offset = address[lane] - target.low, end = offset + size_t(bytes ? bytes[lane] : size);
+      const size_t offset = address[lane] - target.low, end = offset + size_t(size);
       for (size_t i = offset / size_t(target.itemsize); i * size_t(target.itemsize) < end; ++i) {
         if (!target.gaps[i]) continue;
         report(x, "out of bounds", site.key, x.worker->warp * 32 + lane, &target,
@@ -372,7 +367,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   }
   for (; left; left &= left - 1) {
     const int lane = __builtin_ctz(left);
-    touch(x, target, site.key, lane, address[lane], bytes ? bytes[lane] : size, x.clocks_used ? now(x, lane) : moment);
+    touch(x, target, site.key, lane, address[lane], size, x.clocks_used ? now(x, lane) : moment);
   }
   if (contended) target.lock.clear(std::memory_order_release);
 }
@@ -387,9 +382,8 @@ XrayWorker::Site& site_for(XrayWorker& x, uint32_t key, Target* target) {
   return site;
 }
 
-void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, const uint8_t* bytes) {
+void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask) {
   const uint64_t size = uint64_t(size_of(key));
-  const auto end = [&](int lane) { return address[lane] + (bytes ? bytes[lane] : size); };
   uint64_t low = ~uint64_t(0), high = 0, bits = 0;
   if (mask == ~0u) {
     for (int lane = 0; lane < 32; ++lane) {
@@ -404,10 +398,6 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
     }
   }
   high += size;
-  if (bytes) {
-    high = 0;
-    for (uint32_t rest = mask; rest; rest &= rest - 1) high = std::max(high, end(__builtin_ctz(rest)));
-  }
   XrayWorker::Site& site = site_for(x, key, nullptr);
   if (!site.target || low < site.target->low || high > site.target->high) {
     Target* target = find_target(x, low);
@@ -416,7 +406,7 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
       for (uint32_t rest = mask; rest;) {
         const int lane = __builtin_ctz(rest);
         Target* own = find_target(x, address[lane]);
-        if (!own || end(lane) > own->high) {
+        if (!own || address[lane] + size > own->high) {
           // Outside all: name the nearest tensor or shared variable.
           Target* nearest = nullptr;
           uint64_t distance = ~uint64_t(0);
@@ -433,9 +423,9 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
         uint32_t part = 0;
         for (uint32_t more = rest; more; more &= more - 1) {
           const int other = __builtin_ctz(more);
-          if (address[other] >= own->low && end(other) <= own->high) part |= 1u << other;
+          if (address[other] >= own->low && address[other] + size <= own->high) part |= 1u << other;
         }
-        count_request(x, site_for(x, key, own), address, part, bytes, first_part);
+        count_request(x, site_for(x, key, own), address, part, first_part);
         first_part = first_part && own->kind == Target::ignored;
         rest &= ~part;
       }
@@ -452,22 +442,21 @@ void process_request(XrayWorker& x, uint32_t key, const uint64_t* address, uint3
       }
     }
   }
-  count_request(x, site, address, mask, bytes, true);
+  count_request(x, site, address, mask, true);
 }
 
-// An instruction that all lanes run and some may leave out, wholly or in part.
-void process_parts(XrayWorker& x, uint32_t key, const uint64_t* logged, uint32_t mask) {
+// An instruction that all lanes run, though some of them read nothing.
+void process_part(XrayWorker& x, uint32_t key, const uint64_t* logged, uint32_t mask) {
   uint64_t address[32];
-  uint8_t bytes[32];
   uint32_t part = 0;
-  bool whole = true;
   for (uint32_t rest = mask; rest; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
-    address[lane] = address_in(logged[lane]), bytes[lane] = uint8_t(bytes_in(logged[lane]));
-    if (bytes[lane]) part |= 1u << lane;
-    whole &= bytes[lane] == 0 || bytes[lane] == size_of(key);
+    address[lane] = address_in(logged[lane]);
+    const bool reads = takes_part(logged[lane]);
+    if (reads) part |= 1u << lane;
+    if (op_of(key) == Op::copy_load) x.copied_from[lane] = reads ? address[lane] : 0;
   }
-  if (part) process_request(x, key, address, part, whole ? nullptr : bytes);
+  if (part) process_request(x, key, address, part);
 }
 
 // Copies that their threads have waited for: what they fill counts as written now.
@@ -489,9 +478,9 @@ void land_copies(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t 
 
 inline void process(XrayWorker& x, uint32_t key, const uint64_t* logged, uint32_t mask) {
   const Op op = op_of(key);
-  if (op == Op::copy_load || op == Op::matrix_load) process_parts(x, key, logged, mask);
+  if (op == Op::copy_load || op == Op::matrix_load) process_part(x, key, logged, mask);
   else if (op == Op::copied) land_copies(x, key, logged, mask);
-  else process_request(x, key, logged, mask, nullptr);
+  else process_request(x, key, logged, mask);
 }
 
 // Lanes that went different ways: the n-th access by an instruction is put together from the lanes that made it.
@@ -706,7 +695,7 @@ void xray_detach(Worker& worker) {
     Count& sum = state.counts[key];
     sum.requests += count.requests, sum.sectors += count.sectors;
     sum.wavefronts += count.wavefronts, sum.conflicts += count.conflicts;
-    sum.lanes += count.lanes, sum.left_out += count.left_out;
+    sum.lanes += count.lanes;
   }
   for (auto& [name, fault] : x->faults) {
     auto [entry, fresh] = state.faults.try_emplace(name, fault);
@@ -748,7 +737,7 @@ void xray_end_launch() {
                        : target < 0 ? "dynamic shared memory"
                                     : state.shared[size_t(target)].name,
                        size_of(key), count.requests, count.sectors, count.wavefronts, count.conflicts, count.lanes,
-                       count.lanes * uint64_t(size_of(key)) - count.left_out});
+                       count.lanes * uint64_t(size_of(key))});
   }
   for (auto& [name, fault] : state.faults) {
     fault.launch = index;

@@ -24,6 +24,7 @@ class Counts:
     shared_load_conflicts: int = 0
     shared_store_wavefronts: int = 0
     shared_store_conflicts: int = 0
+    shared_copy_wavefronts: int = 0  # of asynchronous copies
     barriers: int = 0
 
     def metrics(self) -> dict[str, int]:
@@ -40,6 +41,7 @@ METRICS = {
     "shared_load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "shared_store_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
     "shared_store_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "shared_copy_wavefronts": "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldgsts.sum",
 }
 
 
@@ -66,7 +68,7 @@ class Site:
     stage: str
     kernel: str
     line: Line
-    op: str  # "load", "store" or "atomic"
+    op: str  # "load", "store", "atomic", or "copy": an asynchronous one, into shared memory
     space: str  # "global" or "shared"
     name: str  # of the tensor, or of the shared array
     size: int  # bytes a thread asks for at once
