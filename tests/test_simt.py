@@ -494,6 +494,11 @@ def test_copies(copies, schedule):
                         x = torch.randn(steps * n, generator=generator)
                         y, _ = both(copies, name, x, n, n)
                         torch.testing.assert_close(y, x.reshape(steps, n).sum(0).flip(0))
+                case "ragged":
+                    for steps in (1, 2, 7):
+                        x = torch.randn(steps * 75, generator=generator)
+                        y, _ = both(copies, name, x, n, n)
+                        torch.testing.assert_close(y, x.reshape(steps, 75).sum(0)[(7 * torch.arange(n) + 3) % 75])
                 case "by":
                     x = torch.randn(n, generator=generator)
                     assert torch.equal(both(copies, name, x, n, n)[0], x.reshape(-1, 2).flip(1).reshape(-1))

@@ -42,6 +42,29 @@ __global__ void pipeline(In x, Out y) {
   y(thread) = sum;
 }
 
+// The same with tiles that are no multiple of the block: some lanes copy more than others, some nothing.
+template <int STAGES>
+__global__ void ragged(In x, Out y) {
+  constexpr int WIDTH = 75;
+  __shared__ float tile[STAGES][WIDTH];
+  const int thread = threadIdx.x, threads = blockDim.x, tiles = int(x.size[0]) / WIDTH;
+  const auto issue = [&](int step) {
+    if (step < tiles) {
+      for (int i = thread; i < WIDTH; i += threads) async_copy<4>(&tile[step % STAGES][i], &x(step * WIDTH + i));
+    }
+    async_commit();
+  };
+  for (int step = 0; step < STAGES - 1; ++step) issue(step);
+  float sum = 0;
+  for (int step = 0; step < tiles; ++step) {
+    async_wait<STAGES - 2>();
+    __syncthreads();
+    issue(step + STAGES - 1);
+    sum += tile[step % STAGES][(7 * thread + 3) % WIDTH];
+  }
+  y(thread) = sum;
+}
+
 // A lane's part of a tile is read by its own warp alone.
 __global__ void by_warps(In x, Out y) {
   __shared__ float tile[MOST];
@@ -110,6 +133,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL("pipeline_2", pipeline<2>);
   KERNEL("pipeline_3", pipeline<3>);
   KERNEL("pipeline_4", pipeline<4>);
+  KERNEL("ragged_3", ragged<3>);
   KERNEL("by_warps", by_warps);
   KERNEL("groups", groups);
   KERNEL("vectors_float_2", vectors<float, 2>);
