@@ -808,7 +808,7 @@ void* xray_tensor(void* data, int itemsize, int dims, const int64_t* size, const
   if (start + extent > state.arena_size || mprotect(state.arena + start, extent, PROT_READ | PROT_WRITE)) {
     throw std::runtime_error("the x-ray has no room for a tensor of " + std::to_string(t.bytes) + " bytes");
   }
-  t.copy = state.arena + start + SLACK + (uintptr_t(data) & 255);
+  t.copy = state.arena + start + SLACK + (uintptr_t(data) & 63);
   std::memset(state.arena + start, 0xff, extent);
   const bool holes = int64_t(t.bytes) != elements * itemsize;
   t.target = std::make_unique<Target>();

@@ -76,8 +76,9 @@ struct Recording {
 void xray_start(uint64_t trace_rows, int64_t trace_block);
 Recording xray_stop();
 
-// A call of a launcher: each tensor is moved into memory of the x-ray's own, with a guard around it, 256-byte aligned
-// as cudaMalloc gives it; leaving the call moves the results back.
+// A call of a launcher: each tensor is moved into memory of the x-ray's own, with a guard around it, aligned as
+// cudaMalloc gives it (of the place of a view, what the CPU's allocator does not decide is kept: 64 bytes); leaving the
+// call moves the results back.
 bool xray_open_call();
 void* xray_tensor(void* data, int itemsize, int dims, const int64_t* size, const int64_t* stride, Role role);
 void xray_close_call();

@@ -32,6 +32,7 @@ class Counts:
         return {metric: getattr(self, name) for name, metric in METRICS.items()}
 
 
+# The conflicts of asynchronous copies are left out: the GPU counts them together with what their zeros cost.
 METRICS = {
     "load_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
@@ -181,9 +182,10 @@ class Report:
                 total[f"{site.op}_requests"] += site.requests
                 total[f"{site.op}_sectors"] += site.sectors
             else:
-                op = "load" if site.op == "load" else "store"
+                op = "store" if site.op == "atomic" else site.op
                 total[f"shared_{op}_wavefronts"] += site.wavefronts
-                total[f"shared_{op}_conflicts"] += site.conflicts
+                if op != "copy":
+                    total[f"shared_{op}_conflicts"] += site.conflicts
         total["barriers"] = sum(launch.barriers for launch in self.launches)
         return Counts(**total)
 

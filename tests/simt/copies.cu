@@ -10,13 +10,13 @@ using In = View<const float, 1>;
 using Out = View<float, 1>;
 constexpr int MOST = 1024;  // threads of a block
 
-// Each thread copies BYTES, of which it reads only some: those inside x.
+// Each thread copies BYTES if all of them are inside x, else zeros.
 template <int BYTES>
-__global__ void partial(In x, Out y) {
+__global__ void edge(In x, Out y) {
   constexpr int EACH = BYTES / 4;
   __shared__ __align__(16) float tile[MOST * EACH];
-  const int i = int(threadIdx.x) * EACH, left = int(x.size[0]) - i;
-  async_copy<BYTES>(&tile[i], &x(i), left >= EACH ? BYTES : left > 0 ? 4 * left : 0);
+  const int i = int(threadIdx.x) * EACH;
+  async_copy<BYTES>(&tile[i], &x(i), i + EACH <= x.size[0]);
   async_commit();
   async_wait<0>();
   for (int k = 0; k < EACH; ++k) y(i + k) = tile[i + k];
@@ -127,9 +127,9 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   const auto go = [&]<auto Kernel>() { launch<Kernel>({1}, dim3(unsigned(threads)), 0, stream, x, y); };
 #define KERNEL(key, ...) \
   if (name == key) return go.operator()<__VA_ARGS__>()
-  KERNEL("partial_4", partial<4>);
-  KERNEL("partial_8", partial<8>);
-  KERNEL("partial_16", partial<16>);
+  KERNEL("edge_4", edge<4>);
+  KERNEL("edge_8", edge<8>);
+  KERNEL("edge_16", edge<16>);
   KERNEL("pipeline_2", pipeline<2>);
   KERNEL("pipeline_3", pipeline<3>);
   KERNEL("pipeline_4", pipeline<4>);

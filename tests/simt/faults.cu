@@ -114,12 +114,12 @@ __global__ void two_copies(In x, Out y) {
   y(threadIdx.x) = tile[threadIdx.x];
 }
 
-// `bytes` of 16 from the thread's own place on, of which four threads' make a part of the tile.
+// 16 bytes from the thread's own place on, of which four threads' make a part of the tile.
 template <int SHIFT>
 __global__ void four_at_once(In x, Out y) {
   __shared__ __align__(16) float tile[N + 4];
   const int i = 4 * int(threadIdx.x);
-  if (i < N) async_copy<16>(&tile[i], &x(i + SHIFT), 16);  // fault: copy_misaligned, copy_past
+  if (i < N) async_copy<16>(&tile[i], &x(i + SHIFT));  // fault: copy_misaligned, copy_past
   async_commit();
   async_wait<0>();
   __syncthreads();
@@ -145,12 +145,6 @@ __global__ void copy_from_shared(In x, Out y) {
 
 __global__ void copy_to_global(In x, Out y) {
   async_copy<4>(&y(threadIdx.x), &x(threadIdx.x));  // fault: copy_to_global
-}
-
-__global__ void too_many_bytes(In x, Out y) {
-  __shared__ float tile[N];
-  async_copy<4>(&tile[threadIdx.x], &x(0), int(x.size[0]));  // fault: too_many_bytes
-  y(threadIdx.x) = x(threadIdx.x);
 }
 
 // ---- ldmatrix, mma ------------------------------------------------------------------------------------------------
@@ -383,7 +377,6 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   KERNEL("copy_unwritten", copy_unwritten);
   KERNEL("copy_from_shared", copy_from_shared);
   KERNEL("copy_to_global", copy_to_global);
-  KERNEL("too_many_bytes", too_many_bytes);
   KERNEL("rows", rows<0, true>);
   KERNEL("row_race", rows<0, false>);
   KERNEL("row_unwritten", rows<8, true>);
