@@ -111,6 +111,19 @@ class MatmulCases(StageCases):
         b = parent.T[-5:]
         assert torch.equal(self.function(a, b), self.function(a.contiguous(), b.contiguous()))
 
+    @GPU
+    @pytest.mark.skipif(free_gpu_memory() < 20e9, reason="needs 20 GB of GPU memory")
+    @pytest.mark.parametrize("sizes", [(70000, 8, 32768), (70000, 32768, 8)], ids=["A", "C"])
+    def test_more_than_two_to_the_31_elements(self, sizes):
+        # The last rows of the large product are those of a small one.
+        m, n, k = sizes
+        a = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+        b = torch.randn(k, n, dtype=torch.bfloat16, device="cuda")
+        result = self.stage.matmul(a, b)
+        assert max(a.numel(), result.numel()) > 2**31
+        for rows in (slice(0, 3), slice(-3, None)):
+            assert torch.equal(result[rows], self.stage.matmul(a[rows], b))
+
     def test_wrong_arguments(self):
         x = torch.ones(2, 2)
         other = x.to("meta")

@@ -31,11 +31,12 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
             shared_store_wavefronts=blocks * fills * (rows + groups),
         )
     groups = cols * DEPTH // wide // 32
+    zeros = (fills - steps) * rows * itemsize // 4  # of A: whole warps, no line of memory
     return Counts(
         **counts,
         load_requests=blocks * steps * (rows + groups),
         load_sectors=blocks * steps * (rows * itemsize + groups * 16),  # four rows of A; 512 bytes of B
-        shared_copy_wavefronts=blocks * (steps * rows * 4 + (fills - steps) * rows * itemsize // 4 + fills * groups * 4),
+        shared_copy_wavefronts=blocks * (steps * rows * 4 + zeros + fills * groups * 4),
     )
 
 
