@@ -90,29 +90,54 @@ inline Passes count_passes(const uint64_t* address, uint32_t mask, int size, boo
   return total;
 }
 
-// The store into shared memory of an asynchronous copy. Of 16 bytes a lane it is a store like any other. Narrower ones
-// come through the first-level cache, line by line: what lanes copy from one line of 128 bytes is stored at once, and
-// the zeros of lanes that copy nothing with the first of them.
+// Asynchronous copies, of 4 or 8 bytes a lane: they go from the banks of the first-level cache to those of shared
+// memory, and a bank, on either side, serves one lane in a pass. Zeros go along with what is copied, as a store would.
+// (The rules for copies are those of an H100, as far as whole warps and rows go.)
+inline Passes count_narrow_copy(const uint64_t* to, const uint64_t* from, uint32_t copied, uint32_t zeros, int size) {
+  uint64_t most = count_passes(to, copied | zeros, size, false).wavefronts;
+  const uint64_t fewest = size == 8 ? 2 : 1;
+  uint8_t lanes_from[32] = {}, lanes_to[32] = {};
+  for (uint32_t rest = copied; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    for (int word = 0; word < size / 4; ++word) {
+      most = std::max<uint64_t>(most, ++lanes_from[(from[lane] / 4 + uint64_t(word)) % 32]);
+      most = std::max<uint64_t>(most, ++lanes_to[(to[lane] / 4 + uint64_t(word)) % 32]);
+    }
+  }
+  return {most, most - std::min(most, fewest)};
+}
+
+// Of 16 bytes a lane: they come past that cache in lines of 128 bytes. A quarter of the warp takes a pass for each line
+// that it copies from, whole sectors and halves apart. Zeros take passes of their own, one for each quarter of the
+// warp.
+inline Passes count_wide_copy(const uint64_t* from, uint32_t copied, uint32_t zeros) {
+  uint64_t passes = zeros ? 4 : 0, fewest = passes;
+  for (int first = 0; first < 32; first += 8) {
+    uint64_t kinds[8];
+    int n = 0;
+    for (int lane = first; lane < first + 8; ++lane) {
+      if (!(copied >> lane & 1)) continue;
+      bool whole = false;  // does a lane copy the other half of the sector?
+      for (int other = first; other < first + 8; ++other) {
+        whole |= (copied >> other & 1) && from[other] == (from[lane] ^ 16);
+      }
+      const uint64_t kind = from[lane] >> 7 << 1 | uint64_t(whole);
+      if (std::find(kinds, kinds + n, kind) == kinds + n) kinds[n++] = kind;
+    }
+    passes += uint64_t(n), fewest += n > 0;
+  }
+  return {passes, passes - fewest};
+}
+
+// The lanes of `mask` copy; `from` is 0 where zeros stand for what is not there.
 inline Passes count_copy_passes(const uint64_t* to, const uint64_t* from, uint32_t mask, int size) {
-  if (size == 16) return count_passes(to, mask, size, false);
   uint32_t zeros = 0;
   for (uint32_t rest = mask; rest; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
     if (!from[lane]) zeros |= 1u << lane;
   }
-  Passes total{};
-  for (uint32_t left = mask & ~zeros; left; zeros = 0) {
-    const uint64_t line = from[__builtin_ctz(left)] >> 7;
-    uint32_t part = 0;
-    for (uint32_t rest = left; rest; rest &= rest - 1) {
-      const int lane = __builtin_ctz(rest);
-      if (from[lane] >> 7 == line) part |= 1u << lane;
-    }
-    const Passes passes = count_passes(to, part | zeros, size, false);
-    total.wavefronts += passes.wavefronts, total.conflicts += passes.conflicts;
-    left &= ~part;
-  }
-  return zeros ? count_passes(to, zeros, size, false) : total;
+  return size == 16 ? count_wide_copy(from, mask & ~zeros, zeros)
+                    : count_narrow_copy(to, from, mask & ~zeros, zeros, size);
 }
 
 // ldmatrix: the eight rows of a matrix, 16 bytes each, are a pass where they lie in different banks. Matrices do not

@@ -515,13 +515,22 @@ void match_requests(XrayWorker& x, unsigned paused) {
       group_of[i * 32 + uint32_t(lane)] = list[n];
     }
   }
-  // A request is whole unless a paused lane is missing. The first one held back holds back all that its lanes did
-  // after.
+  // A request is whole unless a paused lane is missing that may still come to it: one that took no part in anything
+  // that the request's lanes did later. The first one held back holds back all that its lanes did after.
   std::vector<bool> held(groups.size(), false);
   if (paused) {
+    std::vector<uint32_t> past(groups.size(), 0);  // lanes that are known to have gone by
+    for (int lane = 0; lane < 32; ++lane) {
+      uint32_t later = 0;
+      for (uint32_t i = x.lanes[lane].count; i-- > 0;) {
+        const size_t g = size_t(group_of[i * 32 + uint32_t(lane)]);
+        past[g] |= later;
+        later |= groups[g].mask;
+      }
+    }
     bool all = true;
     for (size_t g = 0; g < groups.size(); ++g) {
-      held[g] = (paused & ~groups[g].mask) != 0;
+      held[g] = (paused & ~groups[g].mask & ~past[g]) != 0;
       all = all && held[g];
     }
     if (all) std::fill(held.begin(), held.end(), false);  // the lanes went separate ways for good

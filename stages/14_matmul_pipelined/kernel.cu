@@ -39,12 +39,12 @@ constexpr int COLS = 8 * EACH<T>;  // of the patch of C
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 template <typename T>
-constexpr int PITCH = ROWS + WIDE<T>;  // padding: the words of a row of A, one below the other, get different banks
+constexpr int PAD = WIDE<T>;  // of a patch's rows: elements below each other get different banks
 
 template <typename T>
 struct Patches {
-  alignas(16) T a[DEPTH][PITCH<T>];
-  alignas(16) T b[DEPTH][COLS<T>];
+  alignas(16) T a[DEPTH][ROWS + PAD<T>];
+  alignas(16) T b[DEPTH][COLS<T> + PAD<T>];
 };
 
 // How a patch, [k][i], is copied: in groups of 16 bytes along i, by elements along k, or by elements along i.
@@ -52,11 +52,12 @@ enum class By { groups, k, i };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Starts the copies of a patch, of which the matrix has `depth` x `width`; zeros stand for the rest.
-template <By BY, int WIDTH, int PITCH, typename T>
+template <By BY, int WIDTH, typename T>
 __device__ __forceinline__ void start_copy(T* patch, const T* from, int64_t stride_k, int64_t stride_i, int64_t depth,
                                            int64_t width) {
+  constexpr int PITCH = WIDTH + PAD<T>;
   const int thread = threadIdx.x;
-  const int ks = depth < DEPTH ? int(depth) : DEPTH, is = width < WIDTH ? int(width) : WIDTH;
+  const int ks = int(min(depth, int64_t(DEPTH))), is = int(min(width, int64_t(WIDTH)));
   if constexpr (BY == By::groups) {
     constexpr int GROUPS = WIDTH / WIDE<T>, STEP = THREADS / GROUPS;
     const int i = thread % GROUPS * WIDE<T>, k0 = thread / GROUPS;
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
   const T* next_b = &b(0, col0);
   int64_t left = a.size[1];
   const auto start = [&](Patches<T>& to) {
-    start_copy<BY_A, ROWS, PITCH<T>>(&to.a[0][0], next_a, a.stride[1], a.stride[0], left, rows - row0);
-    start_copy<BY_B, COLS<T>, COLS<T>>(&to.b[0][0], next_b, b.stride[0], b.stride[1], left, cols - col0);
+    start_copy<BY_A, ROWS>(&to.a[0][0], next_a, a.stride[1], a.stride[0], left, rows - row0);
+    start_copy<BY_B, COLS<T>>(&to.b[0][0], next_b, b.stride[0], b.stride[1], left, cols - col0);
     async_commit();
     next_a += DEPTH * a.stride[1], next_b += DEPTH * b.stride[0], left -= DEPTH;
   };

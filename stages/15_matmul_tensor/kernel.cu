@@ -63,7 +63,7 @@ __device__ __forceinline__ void start_copy(T* tile, const T* from, int64_t row_s
                                            int64_t height, int64_t width) {
   constexpr int PITCH = WIDTH / WIDE<T>;
   const int thread = threadIdx.x;
-  const int rows = height < HEIGHT ? int(height) : HEIGHT, cols = width < WIDTH ? int(width) : WIDTH;
+  const int rows = int(min(height, int64_t(HEIGHT))), cols = int(min(width, int64_t(WIDTH)));
   if constexpr (BY == By::chunks) {
     constexpr int STEP = THREADS / PITCH;
     const int row0 = thread / PITCH, chunk = thread % PITCH;
@@ -207,16 +207,18 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_tensor(View<const T, 2> a, 
   }
   __syncwarp();  // the patch is this warp's own
   UNROLL
-  for (int i = lane; i < SIDE * PITCH; i += 32) {
-    const int row = i / PITCH, chunk = i % PITCH;
-    const auto out = load_vector<WIDE<T>>(patch + swizzled<PITCH>(row, chunk) * WIDE<T>);
+  for (int i = 0; i < SIDE * PITCH / 32; ++i) {
+    const int row = (i * 32 + lane) / PITCH, chunk = lane % PITCH;
     const int64_t to_row = row0 + warp_row + row, to_col = col0 + warp_col + chunk * WIDE<T>;
-    if (wide_c) {
-      if (to_row < rows && to_col < cols) store_vector(&c(to_row, to_col), out);
-    } else {
-      UNROLL
-      for (int e = 0; e < WIDE<T>; ++e) {
-        if (to_row < rows && to_col + e < cols) c(to_row, to_col + e) = out[e];
+    if (to_row < rows && to_col < cols) {
+      const auto out = load_vector<WIDE<T>>(patch + swizzled<PITCH>(row, chunk) * WIDE<T>);
+      if (wide_c) {
+        store_vector(&c(to_row, to_col), out);
+      } else {
+        UNROLL
+        for (int e = 0; e < WIDE<T>; ++e) {
+          if (to_col + e < cols) c(to_row, to_col + e) = out[e];
+        }
       }
     }
   }
@@ -251,10 +253,9 @@ void launch_floats(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
 }
 
 void matmul(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
-  switch (c.dtype) {
-    case DType::float32: return launch_floats(a, b, c, stream);
-    case DType::float16: return launch_halves<half>(a, b, c, stream);
-    case DType::bfloat16: return launch_halves<bfloat16>(a, b, c, stream);
-    case DType::float64: throw std::invalid_argument("tensor cores multiply float64 only as mma of another shape");
-  }
+  dispatch_floating(c.dtype, [&]<typename T>() {
+    if constexpr (sizeof(T) == 8) throw std::invalid_argument("float64 is multiplied on ordinary cores, by stage 14");
+    else if constexpr (sizeof(T) == 4) launch_floats(a, b, c, stream);
+    else launch_halves<T>(a, b, c, stream);
+  });
 }
