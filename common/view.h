@@ -29,6 +29,12 @@ struct View {
   }
 };
 
+// One matrix of many: the last two dimensions, at given places of the first two.
+template <typename T>
+__host__ __device__ View<T, 2> matrix(const View<T, 4>& x, int64_t i, int64_t j) {
+  return {&x(i, j, 0, 0), {x.size[2], x.size[3]}, {x.stride[2], x.stride[3]}};
+}
+
 template <int N>
 struct AnyView {
   void* data = nullptr;

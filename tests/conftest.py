@@ -5,7 +5,7 @@ import torch
 
 from stages.toolkit import operator
 
-pytest.register_assert_rewrite("stage_cases", "matmul_cases")
+pytest.register_assert_rewrite("stage_cases", "matmul_cases", "qkv_cases")
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -19,4 +19,4 @@ def device(request) -> str:
 @pytest.fixture
 def poisoned(monkeypatch) -> None:
     """Fill every output with NaN before the kernel runs: one that writes nothing, or not everything, is found out."""
-    monkeypatch.setattr(operator, "empty", lambda shape, like: like.new_full(shape, float("nan")))
+    monkeypatch.setattr(operator, "empty", operator.poisoned)

@@ -1,5 +1,7 @@
 """The tests that every stage has to pass, whatever it computes."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import GPU
@@ -30,9 +32,20 @@ class StageCases:
         return tuple(x.requires_grad_(requires_grad) if isinstance(x, Tensor) else x for x in arguments)
 
     def check(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-        """Output and gradients against float64."""
-        results = verify(self.stage, self.stage.sizes(sizes), dtype, device)
-        assert [r for r in results if not r.ok] == []
+        """Output and gradients against float64, with every set of options."""
+        for options in self.options(dtype):
+            results = verify(self.stage, self.stage.sizes(sizes), dtype, device, options=options)
+            assert [r for r in results if not r.ok] == []
+
+    def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict, ...]:
+        """The sets of keyword options to try in a dtype."""
+        if dtype not in self.stage.dtypes:
+            pytest.skip(f"this stage does not take {dtype}")
+        return self.stage.options(dtype)
+
+    def functions(self, dtype: torch.dtype = torch.float32) -> list[partial]:
+        """The stage's function with each set of options."""
+        return [partial(self.stage.function, **options) for options in self.options(dtype)]
 
     # ---- what the kernel's header promises
 
@@ -46,11 +59,12 @@ class StageCases:
     def test_counts_equal_the_closed_forms(self, factors, dtype):
         # Multiples of the tile, another one in each size, so that no two sizes can be mistaken for each other.
         sizes = tuple(aligned * (1 + (i + factors) % 3) for i, aligned in enumerate(self.stage.aligned))
-        report = self.stage.xray(*self.arguments(sizes, dtype))
-        expected = self.stage.cost(**self.stage.sizes(sizes), itemsize=dtype.itemsize)
-        assert isinstance(expected, Counts)
-        assert report.counts() == expected
-        assert [str(fault) for fault in report.faults] == []
+        for options in self.options(dtype):
+            report = self.stage.xray(*self.arguments(sizes, dtype), **options)
+            expected = self.stage.cost(**self.stage.sizes(sizes), itemsize=dtype.itemsize, **options)
+            assert isinstance(expected, Counts)
+            assert report.counts() == expected
+            assert [str(fault) for fault in report.faults] == []
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_a_little_more_than_two_tiles(self, dtype, device):
@@ -62,42 +76,48 @@ class StageCases:
     def test_no_faults_and_the_same_result_in_every_schedule(self):
         arguments = self.arguments(self.odd, requires_grad=True)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        seen = []
-        for schedule, seed in SCHEDULES:
-            with xray.recording(schedule, seed) as report:
-                output = self.stage.function(*arguments)
-                gradients = torch.autograd.grad(output, tensors, output.detach())
-            assert report.launches
-            assert [str(fault) for fault in report.faults] == []
-            seen.append([output, *gradients])
-        for results in seen[1:]:
-            assert all(torch.equal(x, first) for x, first in zip(results, seen[0], strict=True))
+        for function in self.functions():
+            seen = []
+            for schedule, seed in SCHEDULES:
+                with xray.recording(schedule, seed) as report:
+                    output = function(*arguments)
+                    gradients = torch.autograd.grad(output, tensors, output.detach()) if self.stage.gradients else ()
+                assert report.launches
+                assert [str(fault) for fault in report.faults] == []
+                seen.append([output, *gradients])
+            for results in seen[1:]:
+                assert all(torch.equal(x, first) for x, first in zip(results, seen[0], strict=True))
 
     # ---- as a PyTorch operator
 
     def test_gradients_of_first_and_second_order(self):
+        if not self.stage.gradients:
+            pytest.skip("this stage has no backward")
         arguments = self.arguments(self.small, torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(self.stage.function, arguments)
-        assert torch.autograd.gradgradcheck(self.stage.function, arguments)
+        for function in self.functions(torch.float64):
+            assert torch.autograd.gradcheck(function, arguments)
+            assert torch.autograd.gradgradcheck(function, arguments)
 
     def test_opcheck(self, device):
         operator = getattr(torch.ops.stages, self.stage.operator).default
-        for requires_grad in (False, True):
+        for requires_grad in (False, True)[: 1 + self.stage.gradients]:
             torch.library.opcheck(operator, self.arguments(self.odd, device=device, requires_grad=requires_grad))
 
     def test_compiles_without_a_graph_break(self, device):
-        arguments = self.arguments(self.odd, device=device, requires_grad=True)
+        arguments = self.arguments(self.odd, device=device, requires_grad=self.stage.gradients)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
+        for function in self.functions():
 
-        def wave(*arguments):
-            return torch.sin(self.stage.function(*arguments))
+            def wave(*arguments, function=function):
+                return torch.sin(function(*arguments))
 
-        torch.compiler.reset()  # every stage has this code once more, and there is a limit to that
-        compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")
-        output, expected = compiled(*arguments), wave(*arguments)
-        assert torch.equal(output, expected)
-        for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (output, expected)), strict=True):
-            torch.testing.assert_close(x, y)
+            torch.compiler.reset()  # every stage has this code once more, and there is a limit to that
+            compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")
+            output, expected = compiled(*arguments), wave(*arguments)
+            assert torch.equal(output, expected)
+            if self.stage.gradients:
+                for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (output, expected)), strict=True):
+                    torch.testing.assert_close(x, y)
 
     def test_meta_tensors_give_the_shape(self):
         arguments = self.arguments(self.odd)

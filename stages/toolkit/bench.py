@@ -4,14 +4,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stages.toolkit import xray
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
 
@@ -25,11 +24,11 @@ def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: st
 
 
 def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    arguments = stage.family.make(sizes, dtype)
-    report = stage.xray(*arguments)
+    arguments, options = stage.family.make(sizes, dtype), stage.options(dtype)[0]
+    report = stage.xray(*arguments, **options)
     threads = sum(launch.threads for launch in report.launches)
-    plain = _median_ms(lambda: stage.function(*arguments))
-    xrayed = _median_ms(lambda: _recorded(stage, arguments))
+    plain = _median_ms(lambda: stage.function(*arguments, **options))
+    xrayed = _median_ms(lambda: stage.xray(*arguments, **options))
     return {
         "ms": plain,
         "threads": threads,
@@ -38,11 +37,6 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "xray_ratio": xrayed / plain,
         "cores": stage.kernels.module("simt").info().get("workers"),
     }
-
-
-def _recorded(stage: Stage, arguments: Sequence[object]) -> None:
-    with xray.recording():
-        stage.function(*arguments)
 
 
 def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
@@ -57,12 +51,12 @@ def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
 
 
 def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    family = stage.family
+    family, options = stage.family, stage.options(dtype)[0]
     inputs = _rotated(family.make(sizes, dtype, "cuda"))
     with exact_float32():
-        own = gpu_ms(stage.function, inputs)
-        other = gpu_ms(family.incumbent, inputs)
-    operations, moved = family.work(sizes, dtype.itemsize)
+        own = gpu_ms(partial(stage.function, **options), inputs)
+        other = gpu_ms(partial(family.incumbent, **options), inputs)
+    operations, moved = family.work(sizes, dtype.itemsize, **options)
     bandwidth, rate = copy_bandwidth(), matmul_rate(dtype)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut
     limit = max(floor, key=floor.get)

@@ -4,7 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def info(options: argparse.Namespace) -> int:
     facts = {
         "function": f"stages.load({stage.operator!r}).{stage.family.CALL}",
         "operator": f"torch.ops.stages.{stage.operator}",
-        "dtypes": ", ".join(map(_dtype_name, stage.family.DTYPES)),
+        "dtypes": ", ".join(map(_dtype_name, stage.dtypes)),
         "registers": f"at most {stage.registers} a thread{', may spill' if stage.spills else ''}",
         "built": ", ".join(f"_{variant}" for variant in built) or "not yet",
         "sources": f"{_short(stage.folder)}/ kernel.cu, binding.cpp, stage.py",
@@ -86,24 +86,29 @@ def run(options: argparse.Namespace) -> int:
     stage = load(options.stage)
     where = pick_device(options.device)
     problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.family.PROBLEMS))
-    dtypes = [dtype_of(stage, options.dtype)] if options.dtype else stage.family.DTYPES
+    dtypes = [dtype_of(stage, options.dtype)] if options.dtype else stage.dtypes
     print(f"{stage.name}: {stage.title}\n")
-    print(f"Output and gradients on {where} against float64; error and allowed error are |x - ref| / |ref|")
+    what = "Output and gradients" if stage.gradients else "Output (this stage has no backward)"
+    print(f"{what} on {where} against float64; error and allowed error are |x - ref| / |ref|")
     results = []
     rows = []
     for sizes in problems:
-        for dtype in dtypes:
-            found = verify.verify(stage, sizes, dtype, where)
+        for dtype, option in ((d, option) for d in dtypes for option in stage.options(d)):
+            found = verify.verify(stage, sizes, dtype, where, options=option)
             results += found
-            worst = max(found[1:], key=lambda r: r.error / r.tolerance if r.error == r.error else float("inf"))
-            figures = [f"{number:.1e}" for r in (found[0], worst) for number in (r.error, r.tolerance)]
+            shown = [found[0]]
+            if stage.gradients:
+                shown += [max(found[1:], key=lambda r: r.error / r.tolerance if r.error == r.error else float("inf"))]
+            figures = [f"{number:.1e}" for r in shown for number in (r.error, r.tolerance)]
             verdict = "ok" if all(r.ok for r in found) else "WRONG"
-            rows.append((_sizes(sizes.values()), _dtype_name(dtype), *figures, verdict))
-    header = (_sizes(stage.family.SIZES), "dtype", "output", "allowed", "worst gradient", "allowed", "")
-    print(render.table(header, rows, "<<>>>><"))
+            rows.append((_sizes(sizes.values()), _dtype_name(dtype), *figures, _options(option), verdict))
+    figures = ("output", "allowed", "worst gradient", "allowed")[: 4 if stage.gradients else 2]
+    header = (_sizes(stage.family.SIZES), "dtype", *figures, "", "")
+    print(render.table(header, rows, "<<" + ">" * len(figures) + "<<"))
     wrong = [r for r in results if not r.ok]
     for r in wrong:
-        print(f"WRONG: {r.what}, {r.sizes}, {_dtype_name(r.dtype)}: error {r.error:.1e}, allowed {r.tolerance:.1e}")
+        problem = ", ".join(filter(None, (str(r.sizes), _dtype_name(r.dtype), _options(r.options))))
+        print(f"WRONG: {r.what}, {problem}: error {r.error:.1e}, allowed {r.tolerance:.1e}")
 
     report = xrayed(stage, stage.sizes(stage.family.XRAY), torch.float32)
     print("\nX-ray of " + comparison(stage, stage.sizes(stage.family.XRAY), torch.float32, report))
@@ -190,12 +195,13 @@ def device_facts(options: argparse.Namespace) -> int:
 
 
 def xrayed(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, schedule: str = "forward", seed: int = 0) -> Report:
-    return stage.xray(*stage.family.make(sizes, dtype), schedule=schedule, seed=seed)
+    return stage.xray(*stage.family.make(sizes, dtype), schedule=schedule, seed=seed, **stage.options(dtype)[0])
 
 
 def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: Report) -> str:
     """The counts, beside the closed forms of the kernel's header where these hold."""
-    problem = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    options = stage.options(dtype)[0]
+    problem = ", ".join(filter(None, (*(f"{name} = {size}" for name, size in sizes.items()), _options(options))))
     counts = {name: count for name, count in asdict(report.counts()).items() if count}
     title = f"{problem}, {_dtype_name(dtype)}: the counts"
     if any(size % aligned for size, aligned in zip(sizes.values(), stage.aligned, strict=True)):
@@ -203,7 +209,7 @@ def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: 
         title += f"\n  (the header's closed forms hold for multiples: {aligned})"
         header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]
     else:
-        formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize))
+        formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize, **options))
         title += ", and what the closed forms of the header give"
         header = ("", "x-ray", "formula")
         rows = [(name, counts.get(name, 0), formulas[name]) for name in formulas if name in counts or formulas[name]]
@@ -224,7 +230,7 @@ def sizes_of(stage: Stage, text: str) -> dict[str, int]:
 
 
 def dtype_of(stage: Stage, name: str) -> torch.dtype:
-    allowed = {_dtype_name(dtype): dtype for dtype in stage.family.DTYPES}
+    allowed = {_dtype_name(dtype): dtype for dtype in stage.dtypes}
     if name not in allowed:
         raise UsageError(f"--dtype {name}: allowed: {', '.join(allowed)}")
     return allowed[name]
@@ -238,6 +244,10 @@ def pick_device(name: str | None) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _options(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _sizes(values: Iterable[object]) -> str:

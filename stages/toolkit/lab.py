@@ -11,7 +11,7 @@ import difflib
 import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class Kernel:
 
     stage: stage.Stage
     source: Path
+    options: Mapping[str, object] = field(default_factory=dict)  # of the function: those that the stage is about
 
     @property
     def changed(self) -> bool:
@@ -55,11 +56,11 @@ class Kernel:
 
     def formula(self, *sizes: int) -> Counts:
         """The counts that the closed forms of the kernel's header give, in float32."""
-        return self.stage.cost(**self.stage.sizes(sizes), itemsize=4)
+        return self.stage.cost(**self.stage.sizes(sizes), itemsize=4, **self.options)
 
     def bytes_needed(self, *sizes: int) -> int:
         """What no kernel for this problem can avoid to move, in float32: each tensor once."""
-        return self.stage.family.work(self.stage.sizes(sizes), 4).bytes
+        return self.stage.family.work(self.stage.sizes(sizes), 4, **self.options).bytes
 
     def _call(self, sizes: tuple[int, ...], schedule: str, seed: int, block: int | None) -> tuple[Report, bool]:
         family, arguments = self.stage.family, self.arguments(*sizes)
@@ -68,19 +69,23 @@ class Kernel:
                 stack.enter_context(self.stage.kernels.replaced(xray=self._module()))
             trace = {} if block is None else {"trace": TRACE, "trace_block": block}
             report = stack.enter_context(xray.recording(schedule, seed, **trace))
-            output = self.stage.function(*arguments)
+            output = self.stage.function(*arguments, **self.options)
         report.trace.sort(key=lambda access: access.block)  # blocks run side by side
-        error = verify.relative_error(output, family.reference(*arguments))
-        return report, error <= family.tolerance(self.stage.sizes(sizes), torch.float32)["output"]
+        error = verify.relative_error(output, family.reference(*arguments, **self.options))
+        tolerance = family.tolerance(self.stage.sizes(sizes), torch.float32, **self.options)
+        return report, error <= tolerance["output"]
 
     def _module(self) -> Path:
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", self.source.parent)
 
 
-def kernel(name: str) -> Kernel:
-    """The kernel of a stage, by its number or name."""
+def kernel(name: str, **options: object) -> Kernel:
+    """The kernel of a stage, by its number or name; with options of the function other than the first that it checks.
+
+    >>> lab.kernel("23"), lab.kernel("23", causal=False)
+    """
     found = stage.load(name)
-    return Kernel(found, found.source)
+    return Kernel(found, found.source, {**found.options()[0], **options})
 
 
 def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
@@ -104,7 +109,7 @@ def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
     if not source.exists():  # the same text was tried before otherwise
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(text, encoding="utf-8")
-    result = Kernel(base.stage, source)
+    result = replace(base, source=source)
     result._module()
     return result
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -285,7 +286,7 @@ def cases(stage: Stage) -> tuple[dict[str, int], list[dict[str, int]]]:
 
 def check(stage: Stage, module: Path) -> list[str]:
     """What the checks of a stage find wrong with a module `_xray`. They stop at the first case that finds anything."""
-    operator.empty = lambda shape, like: like.new_full(shape, float("nan"))  # what a kernel leaves out shows
+    operator.empty = operator.poisoned  # what a kernel leaves out shows
     with stage.kernels.replaced(xray=module):
         device = stage.kernels.module("xray")
         device.configure = partial(device.configure, workers=1, timeout=LAUNCH_SECONDS)
@@ -293,19 +294,22 @@ def check(stage: Stage, module: Path) -> list[str]:
         runs = [(problems[0], *SCHEDULES[0]), (aligned, *SCHEDULES[0])]
         runs += [(sizes, *schedule) for schedule in SCHEDULES for sizes in problems if (sizes, *schedule) not in runs]
         for sizes, schedule, seed in runs:
-            found = _values_and_faults(stage, sizes, schedule, seed)
-            if sizes == aligned:
-                found += _counts(stage, sizes)
-            if found:
-                return list(dict.fromkeys(found))
+            for options in stage.options():
+                found = _values_and_faults(stage, sizes, schedule, seed, options)
+                if sizes == aligned:
+                    found += _counts(stage, sizes, options)
+                if found:
+                    return list(dict.fromkeys(found))
     return []
 
 
-def _values_and_faults(stage: Stage, sizes: Mapping[str, int], schedule: str, seed: int) -> list[str]:
+def _values_and_faults(
+    stage: Stage, sizes: Mapping[str, int], schedule: str, seed: int, options: Mapping[str, Any]
+) -> list[str]:
     found = []
     with xray.recording(schedule, seed) as report:
         try:
-            results = verify.verify(stage, sizes, torch.float32)
+            results = verify.verify(stage, sizes, torch.float32, options=options)
         except KernelFault as fault:
             return [str(fault).partition("\n")[0]]
     for result in results:
@@ -316,12 +320,13 @@ def _values_and_faults(stage: Stage, sizes: Mapping[str, int], schedule: str, se
     return found + [f"{fault.kind}, line {fault.line.number if fault.line else '?'}" for fault in report.faults]
 
 
-def _counts(stage: Stage, sizes: Mapping[str, int]) -> list[str]:
+def _counts(stage: Stage, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
     try:
-        report = stage.xray(*stage.family.make(sizes, torch.float32))
+        report = stage.xray(*stage.family.make(sizes, torch.float32), **options)
     except KernelFault:
         return []  # told already
-    counts, expected = asdict(report.counts()), asdict(stage.cost(**sizes, itemsize=torch.float32.itemsize))
+    cost = stage.cost(**sizes, itemsize=torch.float32.itemsize, **options)
+    counts, expected = asdict(report.counts()), asdict(cost)
     return [
         f"{counts[name]:,} {name.replace('_', ' ')}, not {expected[name]:,}"
         for name in counts

@@ -77,7 +77,7 @@ def cases_of(stage: Stage, sizes: Iterable[tuple[int, ...]], dtypes: Iterable[st
     for size in sizes:
         for dtype in dtypes:
             arguments = stage.family.make(stage.sizes(size), getattr(torch, dtype))
-            report = stage.xray(*arguments)
+            report = stage.xray(*arguments, **stage.options(getattr(torch, dtype))[0])
             report.raise_if_faulty()
             if report.launches:
                 counts = {name: getattr(report.counts(), name) for name in METRICS}
@@ -204,7 +204,8 @@ def call(number: str, calls: str) -> int:
     """What runs under ncu: each call once. A GPU's counts do not depend on what ran before, so nothing warms up."""
     stage = load(number)
     for sizes, dtype in json.loads(calls):
-        stage.function(*stage.family.make(stage.sizes(tuple(sizes)), getattr(torch, dtype), "cuda"))
+        options = stage.options(getattr(torch, dtype))[0]
+        stage.function(*stage.family.make(stage.sizes(tuple(sizes)), getattr(torch, dtype), "cuda"), **options)
         torch.cuda.synchronize()
     return 0
 
@@ -326,7 +327,7 @@ def record(
     for name in stages:
         stage = load(name)
         print(f"{name}: x-ray ... ", end="", file=sys.stderr, flush=True)
-        taken = [dtype for dtype in dtypes if getattr(torch, dtype) in stage.family.DTYPES]
+        taken = [dtype for dtype in dtypes if getattr(torch, dtype) in stage.dtypes]
         cases = cases_of(stage, sizes or problems(stage), taken)
         print(f"ncu on {len(cases)} calls ... ", end="", file=sys.stderr, flush=True)
         profiles = profile(ncu, stage, cases)

@@ -13,12 +13,17 @@ from torch.autograd import forward_ad
 _library = torch.library.Library("stages", "FRAGMENT")
 
 
-def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """An output with the dtype and the device of `like`, its values left to the kernel.
+def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An output or scratch memory on the device of `like`, in its dtype or another, its values left to the kernel.
 
     Every family allocates here and nowhere else, so that a test can have all outputs filled with NaN before the call.
     """
-    return like.new_empty(shape)
+    return like.new_empty(shape, dtype=dtype)
+
+
+def poisoned(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What tests put in place of `empty`: filled with NaN, so that what a kernel does not write shows."""
+    return like.new_full(shape, float("nan"), dtype=dtype)
 
 
 def register(

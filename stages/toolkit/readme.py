@@ -54,7 +54,8 @@ def stages_table() -> str:
     rows = []
     for stage in map(load, names()):
         sizes = stage.sizes(stage.bench["cpu"][0])
-        counts, least = stage.cost(**sizes, itemsize=4), stage.family.work(sizes, 4).bytes
+        options = stage.options()[0]
+        counts, least = stage.cost(**sizes, itemsize=4, **options), stage.family.work(sizes, 4, **options).bytes
         moved = SECTOR * (counts.load_sectors + counts.store_sectors)
         problem = times_sign(sizes.values())
         link = f"[{stage.operator}](stages/{stage.name}/kernel.cu)"

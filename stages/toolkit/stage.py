@@ -3,11 +3,13 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from stages.toolkit import build, xray
 from stages.toolkit.errors import StageNotFound
@@ -28,6 +30,12 @@ class Stage:
         registers: How many registers a thread may use, for any dtype; the build check refuses more.
         spills: Whether the kernel is allowed to keep values in local memory.
         bench: Sizes for `bench`, where those of the family do not fit: {"cpu": ((256, 256, 256),)}.
+        dtypes: What its kernels take, where that is not all that the family knows.
+        options: The sets of keyword options that the checks run, the first of which is measured: a tuple of
+            dictionaries, or a function that gives one for a dtype. The family's `reference`, `tolerance`, `incumbent`
+            and `work`, and `cost`, get them as keywords.
+        gradients: Whether the function has a backward; the checks leave gradients out if not.
+        define: Keywords for the family's `define`: what it has to know about this stage's kernels.
     """
 
     def __init__(
@@ -41,6 +49,10 @@ class Stage:
         registers: int,
         spills: bool = False,
         bench: dict[str, tuple[tuple[int, ...], ...]] | None = None,
+        dtypes: tuple[torch.dtype, ...] | None = None,
+        options: tuple[dict[str, Any], ...] | Callable[[torch.dtype], tuple[dict[str, Any], ...]] = ({},),
+        gradients: bool = True,
+        define: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(file).resolve().parent
         self.name = self.folder.name  # "12_matmul_shared"
@@ -52,8 +64,11 @@ class Stage:
         self.registers = registers
         self.spills = spills
         self.bench = {**family.BENCH, **(bench or {})}
+        self.dtypes = dtypes or family.DTYPES
+        self.gradients = gradients
+        self._options = options
         self.kernels = Kernels(self.name)
-        self.function = family.define(self.operator, self.kernels)
+        self.function = family.define(self.operator, self.kernels, **(define or {}))
         setattr(self, family.NAME, self.function)
 
     def __repr__(self) -> str:
@@ -77,10 +92,14 @@ class Stage:
         """Sizes under the family's names: (64, 48, 80) as {"M": 64, "N": 48, "K": 80}."""
         return dict(zip(self.family.SIZES, values, strict=True))
 
-    def xray(self, *arguments: Any, schedule: str = "forward", seed: int = 0, trace: int = 0) -> Report:
+    def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], ...]:
+        """The sets of keyword options that the checks run in a dtype."""
+        return self._options(dtype) if callable(self._options) else self._options
+
+    def xray(self, *arguments: Any, schedule: str = "forward", seed: int = 0, trace: int = 0, **options: Any) -> Report:
         """Call the function once under the x-ray and return the report; the arguments are CPU tensors."""
         with xray.recording(schedule, seed, trace) as report:
-            self.function(*arguments)
+            self.function(*arguments, **options)
         return report
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Result:
     sizes: dict[str, int]
     error: float
     tolerance: float
+    options: dict[str, object] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -32,31 +33,37 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 
 def verify(
-    stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    stage: Stage,
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    options: Mapping[str, object] | None = None,
 ) -> list[Result]:
     """Run the stage on a random problem and compare its output and its gradients with the float64 reference.
 
     The reference is evaluated on the rounded inputs, so that only the kernel's own error counts.
     """
-    family = stage.family
+    family, options = stage.family, dict(options or {})
     arguments = family.make(sizes, dtype, device, seed)
-    names = list(inspect.signature(stage.function).parameters)
+    names = list(inspect.signature(stage.function).parameters)[: len(arguments)]  # options come after them
 
     # The same arguments twice: for the kernel, and in float64 for the reference.
     given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     truth = [x.detach().double().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
-    output, expected = stage.function(*given), family.reference(*truth)
-
-    generator = torch.Generator(output.device).manual_seed(seed + 1)
-    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(dtype)
-    output.backward(grad)
-    expected.backward(grad.double())
-
-    tolerance = family.tolerance(sizes, dtype)
+    output, expected = stage.function(*given, **options), family.reference(*truth, **options)
+    tolerance = family.tolerance(sizes, dtype, **options)
     pairs = [("output", "output", output.detach(), expected.detach())]
-    pairs += [
-        (f"gradient of {name}", name, x.grad, ref.grad)
-        for name, x, ref in zip(names, given, truth, strict=True)
-        if isinstance(x, Tensor)
+    if stage.gradients:
+        generator = torch.Generator(output.device).manual_seed(seed + 1)
+        grad = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(dtype)
+        output.backward(grad)
+        expected.backward(grad.double())
+        pairs += [
+            (f"gradient of {name}", name, x.grad, ref.grad)
+            for name, x, ref in zip(names, given, truth, strict=True)
+            if isinstance(x, Tensor)
+        ]
+    return [
+        Result(what, dtype, dict(sizes), relative_error(x, ref), tolerance[key], options) for what, key, x, ref in pairs
     ]
-    return [Result(what, dtype, dict(sizes), relative_error(x, ref), tolerance[key]) for what, key, x, ref in pairs]
