@@ -35,7 +35,14 @@ from stages.toolkit.kernels import Kernels
 NAME = "qkv"
 CALL = "qkv(q, k, v, *, scale=None, causal=False)"
 SIZES = ("B", "N", "T", "Dk", "Dv")
-PROBLEMS = ((1, 2, 128, 64, 64), (2, 3, 70, 33, 65), (1, 1, 1, 1, 1), (1, 2, 3, 0, 5), (2, 1, 0, 4, 4))
+PROBLEMS = (
+    (1, 2, 128, 64, 64),
+    (2, 3, 70, 33, 65),
+    (1, 1, 3, 5, 130),
+    (1, 1, 1, 1, 1),
+    (1, 2, 3, 0, 5),
+    (2, 1, 0, 4, 4),
+)
 XRAY = (1, 2, 128, 64, 64)
 BENCH = {"cpu": ((1, 2, 128, 32, 32),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
 DTYPES = FLOATING
