@@ -1,19 +1,19 @@
 // Stage 22: (Q K^T) V in one kernel, S stays on the chip
 //
 // Problem   O = s (Q K^T) V for each batch and head: q, k [T, Dk], v [T, Dv], no softmax; any strides.
-// Before    Stage 20 writes S, T x T for each head, to device memory and reads it back: at T = 2048 and Dk = Dv = 64
-// that
-//           is 32 times as much as q, k, v and o together. Stage 21 spread a row of O over blocks, and they collided.
+// Before    Stage 20 writes S, T x T for each head, to device memory and reads it back. Stage 21 spread the tiles of S
+//           over the grid, and then the parts of one row of O lay in many blocks: to add them up cost what S had cost.
 // Idea      One block owns TILE rows of O. It walks along the keys: a tile of S = Q K^T is computed in registers, laid
 //           down in shared memory, and multiplied with the same keys' rows of V before the next tile takes its place.
 //           Both products are stage 13's: sum[i][j] += a[k][..] b[k][..], with S, once written, as the second one's a.
-// Mapping   block: TILE rows x CHUNK columns of O.  thread (x, y): rows y + SIDE_Y i, columns x + SIDE_X j, of S and O.
+// Mapping   block: TILE rows x CHUNK columns of O, 64 or 128 columns wide.
+//           thread (x, y): rows y + SIDE_Y i and columns x + SIDE_X j, of S and of O.
 // Cost      float32, for H = B N heads, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
 //             global load sectors   H T^2 (2 Dk c + Dv) / 512       (Q and K again for each chunk; S: none)
-//             shared wavefronts     Dv <= 64: H T^2 (Dk + Dv) / 128 loads, conflict-free
+//             shared wavefronts     Dv = 64: H T^2 (Dk + Dv) / 128 loads, no bank conflicts
 //             barriers              (Dk + 64) / 8 for each of a block's T / 64 steps
-// Limits    A Dv past CHUNK is cut into chunks, and each computes S anew. Of a causal mask a half of the work would be
-//           for nothing: stage 23. The products use no tensor cores, and loads wait for the barriers, as in stage 13.
+// Limits    A Dv past CHUNK is cut into chunks, and each computes S anew. Under a causal mask half of the work would be
+//           for nothing: stage 23. The products use no tensor cores; loads wait for the barriers, as in stage 13.
 // Run       python -m stages run 22
 
 #include "common/device.h"

@@ -1,21 +1,19 @@
 // Stage 23: the causal mask, and skipping what it hides
 //
 // Problem   O = s mask(Q K^T) V for each batch and head, q, k [T, Dk], v [T, Dv]; causal: weight 0 for keys j > t.
-// Before    Stage 22 takes T / 64 steps for each of T / 64 tiles of rows. With a mask half of them would fetch,
-// multiply
-//           and add zeros.
-// Idea      The mask cuts S along its diagonal, and the tiles of S are squares on that diagonal or off it. Off it a
-// tile
-//           is all seen or all hidden: a block ends its walk where the hidden ones begin. Only on the diagonal does the
-//           kernel look at single elements. The transposed mask, j >= t, serves the gradients; it begins there instead.
-// Mapping   as in stage 22; block: TILE rows x CHUNK columns of O. Blocks with the longest walks come first.
-// Cost      float32, causal, as stage 22 with n (n + 1) / 2 of its n^2 tiles of S, n = T / 64:
-//             global load sectors   H T (T + 64) (2 Dk c + Dv) / 1024        for H = B N heads, c chunks of Dv
-//             shared wavefronts     Dv <= 64: H T (T + 64) (Dk + Dv) / 256 loads, conflict-free
-//             barriers              (Dk + 64) / 8 for each of 1, 2, .. n steps
-// Limits    On the diagonal half of the products are thrown away: 1 / n of them all. As stage 22 it has no tensor
-// cores,
-//           and computes S anew for each chunk of a Dv past CHUNK.
+// Before    Stage 22 takes T / 64 steps for each of T / 64 tiles of rows. With a mask, half of them would fetch and
+//           multiply for nothing.
+// Idea      The mask cuts S along its diagonal, and a tile of S is a square: on the diagonal, or all seen, or all
+//           hidden. A block ends its walk where the hidden tiles begin, and only on the diagonal looks at single
+//           elements. The transposed mask, j >= t, serves the gradients: there a block begins its walk at the diagonal.
+// Mapping   as in stage 22, block: TILE rows x CHUNK columns of O; but the blocks with the longest walks come first.
+// Cost      float32, causal, for H = B N heads, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
+//           stage 22 with n (n + 1) / 2 of its n^2 tiles of S, n = T / 64:
+//             global load sectors   H T (T + 64) (2 Dk c + Dv) / 1024
+//             shared wavefronts     Dv = 64: H T (T + 64) (Dk + Dv) / 256 loads, no bank conflicts
+//             barriers              (Dk + 64) / 8 for each of a block's 1, 2, .. n steps
+// Limits    On the diagonal half of the products are thrown away, 1 / (n + 1) of them all. As in stage 22, S is
+//           computed anew for each chunk of a Dv past CHUNK, without tensor cores.
 // Run       python -m stages run 23
 
 #include "common/device.h"
