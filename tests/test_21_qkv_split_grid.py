@@ -24,8 +24,8 @@ class TestQkvSplitGrid(QkvCases):
         for fault in races:
             assert "Accumulator<T>(word) + sum" in fault.line.text and fault.line.number == fault.other_line.number
             assert fault.place == "tensor o"
-            assert fault.block != fault.other_block
             assert fault.block[0] // 3 == fault.other_block[0] // 3  # a row's three slices are neighbours
+        assert any(fault.block != fault.other_block for fault in races)
         again = failed.xray(*SIZES, schedule=schedule[0], seed=schedule[1])
         assert [str(fault) for fault in again.faults] == [str(fault) for fault in report.faults]
 

@@ -27,10 +27,8 @@ def as_it_failed(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None)
 
 def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) -> Counts:
     """A block has 8 warps and a tile of S; each of its parts is a row of 32 words."""
-    passes, sum_size = (
-        max(1, itemsize // 4),
-        max(4, itemsize),
-    )  # wavefronts for 32 neighbours; bytes of a word of a part
+    passes = max(1, itemsize // 4)  # wavefronts for 32 neighbours
+    sum_size = max(4, itemsize)  # bytes of a word of a part
     slices = T // TILE
     blocks = B * N * slices**2
     inputs = blocks * (2 * Dk + Dv)  # requests for Q, K and V: TILE rows for each TILE columns
