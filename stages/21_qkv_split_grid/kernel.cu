@@ -56,8 +56,9 @@ __device__ __forceinline__ void part(View<const T, 4> q, View<const T, 4> k, Vie
     }
     __syncthreads();  // both tiles are whole before anyone reads them
     for (int i = 0; i < TILE; ++i) {
+      const Sum word = k_tile[x][i];
       UNROLL
-      for (int j = 0; j < EACH; ++j) s[j] += q_tile[y + DOWN * j][i] * k_tile[x][i];
+      for (int j = 0; j < EACH; ++j) s[j] += q_tile[y + DOWN * j][i] * word;
     }
     __syncthreads();  // everyone has read before the next step overwrites
   }
@@ -74,8 +75,9 @@ __device__ __forceinline__ void part(View<const T, 4> q, View<const T, 4> k, Vie
     __syncthreads();  // V's tile, and before the first one that of S, is whole
     Sum sum[EACH] = {};
     for (int j = 0; j < keys; ++j) {
+      const Sum word = v_tile[j][x];
       UNROLL
-      for (int i = 0; i < EACH; ++i) sum[i] += s_tile[y + DOWN * i][j] * v_tile[j][x];
+      for (int i = 0; i < EACH; ++i) sum[i] += s_tile[y + DOWN * i][j] * word;
     }
     UNROLL
     for (int i = 0; i < EACH; ++i) {
