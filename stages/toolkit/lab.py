@@ -10,8 +10,8 @@ Changed copies are built, instrumented, into the build's own folder; the file of
 import difflib
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -64,11 +64,17 @@ class Kernel:
         """What no kernel for this problem can avoid to move, in float32: each tensor once."""
         return self.stage.family.work(self.stage.sizes(sizes), 4, **self.options).bytes
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For a while, calls of the stage's functions on CPU tensors run this kernel, instrumented."""
+        paths = {variant: self._module() for variant in ("simt", "xray")} if self.changed else {}
+        with self.stage.kernels.replaced(**paths):
+            yield
+
     def _call(self, sizes: tuple[int, ...], schedule: str, seed: int, block: int | None) -> tuple[Report, bool]:
         family, arguments = self.stage.family, self.arguments(*sizes)
         with ExitStack() as stack:
-            if self.changed:
-                stack.enter_context(self.stage.kernels.replaced(xray=self._module()))
+            stack.enter_context(self.in_place())
             trace = {} if block is None else {"trace": TRACE, "trace_block": block}
             report = stack.enter_context(xray.recording(schedule, seed, **trace))
             output = (self.function or self.stage.function)(*arguments, **self.options)

@@ -428,7 +428,7 @@ def scores(panels: Mapping[str, Report], seq: int, by: str = "step") -> Picture:
     """Who computes each element of S, a row of it for each row of Q and a column for each key, or in which step.
 
     One head, and a trace of all blocks (`block=-1`): a block computes the elements whose row of q and whose row of k it
-    loads; its steps are parted by its loads of v. Pale lines part the rows of different blocks.
+    loads; its steps are parted by its loads of v. Pale lines part the blocks.
     """
     images, words, most = {}, [], 1
     for title, report in panels.items():
@@ -449,10 +449,12 @@ def scores(panels: Mapping[str, Report], seq: int, by: str = "step") -> Picture:
                 shade = LANES[step * 31 // max(most - 1, 1)]
             image[row, key] = shade
         _cells(ax, image, 0, 0, gap=False)
-        tops = {block: seq for block in known}
-        for (row, _), (block, _) in steps.items():
-            tops[block] = min(tops[block], row)
-        ax.add_collection(LineCollection([((0, y), (seq, y)) for y in set(tops.values()) - {0}], color=PANEL, zorder=2))
+        first = {block: (seq, seq) for block in known}  # row and key
+        for (row, key), (block, _) in steps.items():
+            first[block] = min(first[block][0], row), min(first[block][1], key)
+        lines = [((0, y), (seq, y)) for y in {row for row, _ in first.values()} - {0}]
+        lines += [((x, 0), (x, seq)) for x in {key for _, key in first.values()} - {0}]
+        ax.add_collection(LineCollection(lines, color=PANEL, zorder=2))
         ax.set_title(text.replace(": ", "\n", 1), fontsize=10)
         ax.text(seq / 2, seq * 1.02, "keys j", ha="center", va="top", color=INK, fontsize=9)
         ax.text(-seq * 0.02, seq / 2, "rows t", ha="right", va="center", rotation=90, color=INK, fontsize=9)
