@@ -13,7 +13,8 @@ TILE = 64
 
 def launch(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, o: Tensor, scale: float) -> None:
     """Both kernels, with memory for S between them."""
-    s = operator.empty((*q.shape[:3], q.shape[2]), like=q, dtype=accumulator(q.dtype))
+    batch, heads, seq, _ = q.shape
+    s = operator.empty((batch, heads, seq, seq), like=q, dtype=accumulator(q.dtype))
     kernels.launch("qkv", o.device, q, k, v, s, o, scale)
 
 
@@ -43,7 +44,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=qkv,
-    lesson="two products, one after the other: S goes to device memory and back",
+    lesson="two products, one after the other; S goes to memory and back",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
     registers=168,  # six blocks of 64 threads on a multiprocessor; float64: two of 256, 128

@@ -48,7 +48,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=qkv,
-    lesson="parts of a row in many blocks: they race; their repair costs what S cost",
+    lesson="parts of a row in many blocks race; the repair costs as S did",
     cost=cost,
     aligned=(1, 1, TILE, TILE, TILE),
     registers=64,

@@ -33,7 +33,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=qkv,
-    lesson="a block owns rows of O; S goes through shared memory, tile by tile",
+    lesson="a block owns rows of O; S passes through shared memory",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
     registers=168,  # six blocks of 64 threads on a multiprocessor; with 128 threads, 128, which four blocks have

@@ -34,7 +34,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, causal: bool =
 stage = Stage(
     __file__,
     family=qkv,
-    lesson="tiles that the mask hides are skipped; on the diagonal it is applied",
+    lesson="tiles that the mask hides are skipped, the diagonal is cut",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
     registers=168,  # six blocks of 64 threads on a multiprocessor; with 128 threads, 128, which four blocks have

@@ -57,6 +57,20 @@ def check_alike(call: str, name: str, value: Tensor, other_name: str, other: Ten
         )
 
 
+def check_fellow(call: str, name: str, value: object, other_name: str, other: Tensor, rank: int) -> None:
+    """`check_tensor` and `check_alike` in one, for a tensor beside one that was checked; quick where all is well."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype is other.dtype
+        and value.device == other.device
+        and value.layout is torch.strided
+        and value.dim() == rank
+    ):
+        return
+    check_tensor(call, name, value, rank)
+    check_alike(call, name, value, other_name, other)
+
+
 def listing(items: Sequence[object]) -> str:
     """The items as a phrase, "a, b or c"."""
     words = [str(item) for item in items]

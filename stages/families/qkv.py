@@ -23,7 +23,7 @@ from stages.families import (
     FLOATING,
     Work,
     accumulator,
-    check_alike,
+    check_fellow,
     check_tensor,
     random,
     shape,
@@ -132,15 +132,13 @@ def define(
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
     """Raise TypeError or ValueError, naming the argument, unless s (Q K^T) V makes sense."""
     check_tensor(CALL, "q", q, rank=4)
-    check_tensor(CALL, "k", k, rank=4)
-    check_tensor(CALL, "v", v, rank=4)
-    check_alike(CALL, "k", k, "q", q)
-    check_alike(CALL, "v", v, "q", q)
+    check_fellow(CALL, "k", k, "q", q, rank=4)
+    check_fellow(CALL, "v", v, "q", q, rank=4)
     if k.shape != q.shape:
         raise ValueError(
             f"{CALL}: k is {shape(k)} and q is {shape(q)}; allowed: the same shape for both, (B, N, T, Dk)"
         )
-    if v.shape[:3] != q.shape[:3]:
+    if v.shape != q.shape and v.shape[:3] != q.shape[:3]:
         raise ValueError(f"{CALL}: v is {shape(v)} and q is {shape(q)}; allowed: the same B, N and T in both")
     if scale is not None and (not isinstance(scale, (float, int, torch.SymFloat)) or isinstance(scale, bool)):
         raise TypeError(f"{CALL}: scale must be a real number (float or int) or None, got {type(scale).__name__}")
@@ -153,7 +151,8 @@ def resolved(scale: float | None, q: Tensor) -> float:
 
 def allocate(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, mask: int = NONE) -> Tensor:
     """O, [B, N, T, Dv], its values still to come."""
-    return operator.empty((*q.shape[:3], v.shape[3]), like=q)
+    batch, heads, seq, _ = q.shape
+    return operator.empty((batch, heads, seq, v.shape[3]), like=q)
 
 
 def save(ctx, inputs: tuple, output: Tensor) -> None:
