@@ -151,6 +151,14 @@ class QkvCases(StageCases):
             x = torch.ones(1, 1, 1, 1, device=device).expand(batch, heads, 1, 1)
             assert (self.stage.qkv(x, x, x) == 1).all()
 
+    @GPU
+    @pytest.mark.skipif(free_gpu_memory() < 25e9, reason="needs 25 GB of GPU memory")
+    def test_more_rows_than_a_grid_has_in_y_or_z(self):
+        x = torch.ones(1, 1, 70_001, 1, device="cuda")
+        for function, options in zip(self.functions(), self.options(), strict=True):
+            counts = torch.arange(1.0, 70_002, device="cuda") if options.get("causal") else torch.full_like(x, 70_001)
+            assert torch.equal(function(x, x, x).flatten(), counts.flatten())
+
     def test_negated_view(self, device):
         z = torch.randn(1, 1, 5, 5, dtype=torch.complex64, device=device)
         view = z.conj().imag

@@ -106,6 +106,16 @@ def test_a_change_of_text_that_is_not_there_exactly_once_is_refused(old, complai
         lab.change("12", {old: ""})
 
 
+def test_a_kernel_has_the_options_that_its_stage_is_about_or_others():
+    full, half = lab.kernel("23", causal=False), lab.kernel("23")
+    size = (1, 1, 128, 16, 64)
+    assert (full.options, half.options) == ({"causal": False}, {"causal": True})
+    assert full.is_right(*size) and half.is_right(*size)
+    for kernel in (full, half):
+        assert kernel.xray(*size).counts() == kernel.formula(*size)
+    assert full.formula(*size).load_sectors * 3 == half.formula(*size).load_sectors * 4
+
+
 def test_a_change_leaves_the_stage_as_it_is(capsys):
     before = lab.kernel("12").source.read_bytes()
     lab.exercise("12", {"a_tile[y][k]": "a_tile[y][k"}, 32, 32, 32, at_most={})

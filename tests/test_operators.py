@@ -66,6 +66,30 @@ def test_the_examples_in_docstrings_run(item):
     assert runner.summarize(verbose=False).failed == 0
 
 
+def test_a_stage_may_have_options_and_dtypes_of_its_own_and_no_backward(tmp_path):
+    asked = {}
+
+    def define(name, kernels, **keywords):
+        asked[name] = keywords
+        return print
+
+    family = SimpleNamespace(NAME="f", BENCH={"cpu": ((1,),)}, DTYPES=(torch.float32, torch.float16), define=define)
+    common = {"family": family, "lesson": "", "cost": None, "aligned": (1,), "registers": 1}
+    plain = stage.Stage(str(tmp_path / "98_plain" / "stage.py"), **common)
+    assert (plain.options(torch.float16), plain.dtypes, plain.gradients) == (({},), family.DTYPES, True)
+    own = stage.Stage(
+        str(tmp_path / "99_own" / "stage.py"),
+        **common,
+        dtypes=(torch.float32,),
+        options=lambda dtype: ({"fast": True},) if dtype is torch.float32 else ({},),
+        gradients=False,
+        define={"masks": True},
+    )
+    assert own.options() == ({"fast": True},) and own.options(torch.float16) == ({},)
+    assert (own.dtypes, own.gradients) == ((torch.float32,), False)
+    assert asked == {"plain": {}, "own": {"masks": True}}
+
+
 # ---- a call
 
 

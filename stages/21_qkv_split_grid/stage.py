@@ -51,7 +51,7 @@ stage = Stage(
     lesson="parts of a row in many blocks race; the repair costs as S did",
     cost=cost,
     aligned=(1, 1, TILE, TILE, TILE),
-    registers=64,
+    registers=80,  # three blocks of 256 threads on a multiprocessor
     gradients=False,
     define={"launch": launch, "no_gradients": "stage 22 has one: stages.load('22').qkv"},
 )

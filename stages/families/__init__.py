@@ -6,12 +6,15 @@ A family is a module of this package with these names:
     SIZES           names of the sizes that make a problem: ("M", "N", "K")
     PROBLEMS        sizes that `run` checks, an odd one among them;  XRAY and BENCH: what `xray` and `bench` look at
     DTYPES          what its kernels take
-    define(name, kernels)                   registers the operator of a stage, returns the public function
+    define(name, kernels)                   registers the operator of a stage, returns the public function; takes by
+                                            keyword what stages of the family declare of their kernels
     make(sizes, dtype, device, seed)        random arguments for a problem
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
     incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
+
+The last four get the function's keyword options, those of `Stage.options`, as keywords.
 """
 
 from collections.abc import Sequence

@@ -20,6 +20,7 @@ REPEATS = 50  # at most
 def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Measure the stage's function on one problem; the record's keys say what was measured and in which unit."""
     record = {"stage": stage.name, "sizes": dict(sizes), "dtype": str(dtype).removeprefix("torch."), "device": device}
+    record["options"] = stage.options(dtype)[0]
     return record | (_on_gpu if device == "cuda" else _on_cpu)(stage, sizes, dtype)
 
 

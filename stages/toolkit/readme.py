@@ -93,7 +93,7 @@ def times() -> str:
     rows = [
         (
             r["stage"],
-            times_sign(r["sizes"].values()),
+            ", ".join([times_sign(r["sizes"].values()), *(f"{n}={v}" for n, v in r.get("options", {}).items())]),
             r["dtype"],
             f"{r['ms']:.4g}",
             f"{r['incumbent_ms']:.4g}",
