@@ -71,6 +71,10 @@ class StageCases:
             assert report.counts() == expected
             assert [str(fault) for fault in report.faults] == []
 
+    def test_the_closed_forms_hold_where_the_readme_uses_them(self):
+        sizes = self.stage.bench["cpu"][0]
+        assert [size % aligned for size, aligned in zip(sizes, self.stage.aligned, strict=True)] == [0] * len(sizes)
+
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_a_little_more_than_two_tiles(self, dtype, device):
         """However large the kernel's tile is: some in the middle, one at the edge, and inside it almost nothing."""

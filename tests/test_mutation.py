@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256) kernel(View<const T, 2> x, int64_t n, Vie
   if (inside) __syncthreads();
   barrier.wait(k); cp::async_wait<0>();
   __syncwarp(0xffu);  // "quoted"
-  async_copy<sizeof(T) * 4>(&a[i][0], &x(i, 0), inside ? 16 : 0);
+  async_copy<sizeof(T) * 4>(&a[i][0], &x(i, 0), inside);
   for (int k = 0; k < N; ++k) async_commit();
   while (i <
          n) step();
@@ -68,7 +68,7 @@ def test_every_place_is_found_and_nothing_else():
         ("barrier", 22, "barrier.wait(k) removed"),
         ("barrier", 22, "cp::async_wait<0>() removed"),
         ("barrier", 23, "__syncwarp(0xffu) removed"),
-        ("barrier", 24, "async_copy<sizeof(T) * 4>(&a[i][0], &x(i, 0), inside ? 16 : 0) removed"),
+        ("barrier", 24, "async_copy<sizeof(T) * 4>(&a[i][0], &x(i, 0), inside) removed"),
         ("barrier", 25, "async_commit() removed"),
         ("off by one", 25, "k < N -> k <= N"),
         ("off by one", 26, "i < n -> i <= n"),

@@ -106,6 +106,16 @@ def test_a_change_of_text_that_is_not_there_exactly_once_is_refused(old, complai
         lab.change("12", {old: ""})
 
 
+def test_a_kernel_has_the_options_that_its_stage_is_about_or_others():
+    full, half = lab.kernel("23", causal=False), lab.kernel("23")
+    size = (1, 1, 128, 16, 64)
+    assert (full.options, half.options) == ({"causal": False}, {"causal": True})
+    assert full.is_right(*size) and half.is_right(*size)
+    for kernel in (full, half):
+        assert kernel.xray(*size).counts() == kernel.formula(*size)
+    assert full.formula(*size).load_sectors * 3 == half.formula(*size).load_sectors * 4
+
+
 def test_a_change_leaves_the_stage_as_it_is(capsys):
     before = lab.kernel("12").source.read_bytes()
     lab.exercise("12", {"a_tile[y][k]": "a_tile[y][k"}, 32, 32, 32, at_most={})
@@ -186,6 +196,70 @@ def test_exercise_13(capsys):
         assert reply in capsys.readouterr().out
 
 
+def test_exercise_20(capsys):
+    size = (1, 1, 128, 32, 64)
+    formula = lab.kernel("20").formula(*size)
+    limits = {"barriers": formula.barriers // 2, "load_sectors": formula.load_sectors, "shared_store_conflicts": 0}
+    lab.exercise("20", {"DEPTH = 64 / sizeof(Sum)": "DEPTH = 128 / sizeof(Sum)"}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("20", {"DEPTH = 64 / sizeof(Sum)": "DEPTH = 32 / sizeof(Sum)"}, *size, at_most=limits)
+    assert "too much" in capsys.readouterr().out
+
+
+def test_exercise_21(capsys):
+    size = (1, 1, 64, 64, 96)
+    formula = lab.kernel("21").formula(*size)
+    limits = {"barriers": formula.barriers * (2 * 2 + 3) // (2 * 5), "load_sectors": formula.load_sectors}
+    second = "    __syncthreads();  // everyone has read before the next tile of V overwrites\n"
+    loop = "for (int64_t col0 = 0; col0 < cols; col0 += TILE) {"
+    answer = {
+        "s_tile[TILE][TILE], v_tile[TILE][TILE];": "s_tile[TILE][TILE], v_tiles[2][TILE][TILE];",
+        loop: f"{loop} auto& v_tile = v_tiles[col0 / TILE % 2];",
+        second: "",
+    }
+    lab.exercise("21", answer, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("21", {second: ""}, *size, at_most=limits)
+    assert "race" in capsys.readouterr().out
+
+
+def test_exercise_22(capsys):
+    size = (1, 1, 256, 64, 64)
+    once = "for (int p = 0; p < 64 / P::DEPTH; ++p) load_rows<P>(q_head, row0, p * P::DEPTH, q_pieces[p]);"
+    sums = "  Sum out[P::EACH][P::EACH] = {};\n"
+    answer = {
+        "__shared__ typename P::Piece q_piece, k_piece;": (
+            "__shared__ typename P::Piece q_pieces[64 / P::DEPTH], k_piece;"
+        ),
+        sums: f"{sums}  {once}\n",
+        "      load_rows<P>(q_head, row0, k0, q_piece);\n": "",
+        "multiply<P>(s, q_piece, k_piece, P::DEPTH)": "multiply<P>(s, q_pieces[k0 / P::DEPTH], k_piece, P::DEPTH)",
+    }
+    limit = (64 * 256 + 128 * 256 * 256 // 64) // 8
+    lab.exercise("22", answer, *size, at_most={"load_sectors": limit, "shared_store_conflicts": 0})
+    assert "\nSolved." in capsys.readouterr().out
+
+
+def test_exercise_23(capsys):
+    size = (1, 1, 256, 16, 16)
+    backwards = lab.change(
+        "23",
+        {
+            "for (int64_t key0 = first; key0 < last; key0 += TILE)": (
+                "for (int64_t key0 = (tiles - 1) * TILE; key0 >= 0; key0 -= TILE)"
+            ),
+            "const int64_t first = mask == ANTICAUSAL ? row0 : 0, last = mask == CAUSAL ? row0 + TILE : seq;": "",
+            "key0 == row0 && (mask == CAUSAL ? key > row": "(mask == CAUSAL ? key0 + key > row0 + row",
+            "ANTICAUSAL && key < row)": "ANTICAUSAL && key0 + key < row0 + row)",
+        },
+    )
+    limits = {"load_sectors": lab.kernel("23").formula(*size).load_sectors}
+    for start, reply in (("row0", "\nSolved."), ("row0 - TILE", "is wrong")):
+        answer = {"int64_t key0 = (tiles - 1) * TILE;": f"int64_t key0 = {start};"}
+        lab.exercise(backwards, answer, *size, at_most=limits)
+        assert reply in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The pictures
 
@@ -201,6 +275,19 @@ def test_owners_are_those_of_the_stores():
     report = lab.kernel("13").xray(128, 128, 8, block=0)
     shown = picture.owners(report, 128, warp=6, lane=21)
     assert shown.words == "Lane 21 of warp 6 owns 64 words of C, in columns 5, 21, 37, 53, 69, 85, 101 and 117."
+
+
+def test_who_computes_s_and_when():
+    size = (1, 1, 128, 16, 16)
+    traces = {number: lab.kernel(number).xray(*size, block=-1) for number in ("21", "22", "23")}
+    words = picture.scores(traces, seq=128).words
+    assert words == "21: 16 blocks, 100 % of S; 22: 2 blocks, 100 % of S; 23: 2 blocks, 75 % of S."
+    assert picture.scores(traces, seq=128, by="block").words == words
+    failed = lab.kernel("21", "as_it_failed").xray(*size, block=-1)
+    words = picture.writers({"failed": failed, "22": traces["22"]}, "o", cols=16).words
+    assert words == "failed: 16 blocks, up to 4 for a word; 22: 2 blocks, 1 for a word."
+    shown = picture.traffic({"22": lab.kernel("22").xray(*size)}, ("q", "s", "o"))
+    assert shown.words == "22: q 16 KiB, s 0 B, o 8 KiB."
 
 
 def test_what_cannot_be_shown_is_told():

@@ -139,6 +139,7 @@ FOUND = {
     "shared_past": "out of bounds",
     "unwritten_shared": "uninitialised read",
     "unwritten_output": "uninitialised read",
+    "unwritten_by_both_launches": "uninitialised read",
     "misaligned": "misaligned",
 }
 RAISED = {
@@ -158,6 +159,7 @@ RAISED = {
 }
 ONLY_XRAY = {"read_far", "past_row", "past_local"}  # without it the access may be to somebody's memory
 CORRECT = ["neighbour", "reuse", "lanes", "half_warps", "copied", "two_groups", "refill", "four_at_once", "rows"]
+CORRECT += ["block_of_an_earlier_launch"]
 
 
 def problem(name: str):
@@ -165,7 +167,8 @@ def problem(name: str):
     x = torch.arange(1, 129.0)
     x = {"read_gap": x[::2], "block_reads": x, "misaligned": x[:80], "copy_misaligned": x[:80]}.get(name, x[:64])
     blocks = 2 if name.startswith("block") else 1
-    return x, torch.full((64 * blocks if name == "block_reads" else 64,), float("nan")), blocks
+    long = name in ("block_reads", "block_of_an_earlier_launch", "unwritten_by_both_launches")
+    return x, torch.full((128 if long else 64,), float("nan")), blocks
 
 
 def test_every_kernel_of_the_file_is_tested(faults):

@@ -33,6 +33,7 @@ uint32_t time_of(uint64_t moment) { return uint32_t(moment & 0x7fffffff); }
 
 constexpr uint64_t NOBODY = 0, MANY = ~uint64_t(0);
 constexpr uint64_t IN_FLIGHT = (uint64_t(1) << 28) - 1;  // the epoch, never reached, of a copy that is under way
+constexpr uint64_t EARLIER = MANY - 1;  // written by an earlier launch of the call, for all blocks of this one to see
 
 struct Cell {
   uint64_t write_block = NOBODY, read_block = NOBODY;  // linear index + 1
@@ -231,7 +232,7 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
     if (!only_writes(op) && !written && (shared || target.role == Role::output)) {
       report(x, "uninitialised read", key, warp * 32 + lane, &target, address);
     }
-    if (written && !(op == Op::atomic && cell.write_atomic)) {
+    if (written && cell.write_block != EARLIER && !(op == Op::atomic && cell.write_atomic)) {
       if (cell.write_block != block) {
         report(x, "block race", key, warp * 32 + lane, &target, address, cell.write_key, cell.write_block);
       } else if (epoch_of(cell.write_moment) == x.epoch) {
@@ -724,6 +725,12 @@ void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& 
   state.counts.clear();
   state.faults.clear();
   state.barriers = state.warp_syncs = 0;
+  for (Tensor& tensor : state.tensors) {  // launches of one stream do not overlap
+    for (Cell& cell : tensor.target->cells) {
+      if (cell.write_block != NOBODY) cell.write_block = EARLIER;
+      cell.read_block = NOBODY;
+    }
+  }
 }
 
 void xray_end_launch() {

@@ -6,12 +6,15 @@ A family is a module of this package with these names:
     SIZES           names of the sizes that make a problem: ("M", "N", "K")
     PROBLEMS        sizes that `run` checks, an odd one among them;  XRAY and BENCH: what `xray` and `bench` look at
     DTYPES          what its kernels take
-    define(name, kernels)                   registers the operator of a stage, returns the public function
+    define(name, kernels)                   registers the operator of a stage, returns the public function; takes by
+                                            keyword what stages of the family declare of their kernels
     make(sizes, dtype, device, seed)        random arguments for a problem
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
     incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
+
+The last four get the function's keyword options, those of `Stage.options`, as keywords.
 """
 
 from collections.abc import Sequence
@@ -55,6 +58,20 @@ def check_alike(call: str, name: str, value: Tensor, other_name: str, other: Ten
         raise ValueError(
             f"{call}: {name} is on {value.device}, but {other_name} is on {other.device}; allowed: the same for both"
         )
+
+
+def check_fellow(call: str, name: str, value: object, other_name: str, other: Tensor, rank: int) -> None:
+    """`check_tensor` and `check_alike` in one, for a tensor beside one that was checked; quick where all is well."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype is other.dtype
+        and value.device == other.device
+        and value.layout is torch.strided
+        and value.dim() == rank
+    ):
+        return
+    check_tensor(call, name, value, rank)
+    check_alike(call, name, value, other_name, other)
 
 
 def listing(items: Sequence[object]) -> str:

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.family.PROBLEMS))
     dtypes = [dtype_of(stage, options.dtype)] if options.dtype else stage.dtypes
     print(f"{stage.name}: {stage.title}\n")
-    what = "Output and gradients" if stage.gradients else "Output (this stage has no backward)"
+    what = "Output and gradients" if stage.gradients else "Output (no backward)"
     print(f"{what} on {where} against float64; error and allowed error are |x - ref| / |ref|")
     results = []
     rows = []
@@ -215,7 +215,8 @@ def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: 
         header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]
     else:
         formulas = asdict(stage.cost(**sizes, itemsize=dtype.itemsize, **options))
-        title += ", and what the closed forms of the header give"
+        title += ",\n  " if len(title) > 45 else ", "
+        title += "and what the closed forms of the header give"
         header = ("", "x-ray", "formula")
         rows = [(name, counts.get(name, 0), formulas[name]) for name in formulas if name in counts or formulas[name]]
     cells = [

@@ -9,8 +9,9 @@ Changed copies are built, instrumented, into the build's own folder; the file of
 
 import difflib
 import hashlib
-from collections.abc import Mapping
-from contextlib import ExitStack
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Kernel:
     stage: stage.Stage
     source: Path
     options: Mapping[str, object] = field(default_factory=dict)  # of the function: those that the stage is about
+    function: Callable | None = None  # another one than the stage's
 
     @property
     def changed(self) -> bool:
@@ -62,14 +64,20 @@ class Kernel:
         """What no kernel for this problem can avoid to move, in float32: each tensor once."""
         return self.stage.family.work(self.stage.sizes(sizes), 4, **self.options).bytes
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For a while, calls of the stage's functions on CPU tensors run this kernel, instrumented."""
+        paths = {variant: self._module() for variant in ("simt", "xray")} if self.changed else {}
+        with self.stage.kernels.replaced(**paths):
+            yield
+
     def _call(self, sizes: tuple[int, ...], schedule: str, seed: int, block: int | None) -> tuple[Report, bool]:
         family, arguments = self.stage.family, self.arguments(*sizes)
         with ExitStack() as stack:
-            if self.changed:
-                stack.enter_context(self.stage.kernels.replaced(xray=self._module()))
+            stack.enter_context(self.in_place())
             trace = {} if block is None else {"trace": TRACE, "trace_block": block}
             report = stack.enter_context(xray.recording(schedule, seed, **trace))
-            output = self.stage.function(*arguments, **self.options)
+            output = (self.function or self.stage.function)(*arguments, **self.options)
         report.trace.sort(key=lambda access: access.block)  # blocks run side by side
         error = verify.relative_error(output, family.reference(*arguments, **self.options))
         tolerance = family.tolerance(self.stage.sizes(sizes), torch.float32, **self.options)
@@ -79,13 +87,17 @@ class Kernel:
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", self.source.parent)
 
 
-def kernel(name: str, **options: object) -> Kernel:
-    """The kernel of a stage, by its number or name; with options of the function other than the first that it checks.
+def kernel(name: str, function: str | None = None, **options: object) -> Kernel:
+    """The kernel of a stage, by its number or name.
 
-    >>> lab.kernel("23"), lab.kernel("23", causal=False)
+    Args:
+        name: As `stages.load` takes it.
+        function: The name of another function in the stage's `stage.py` that launches the kernel.
+        options: For the function, in place of those that the stage is about: `lab.kernel("23", causal=False)`.
     """
     found = stage.load(name)
-    return Kernel(found, found.source, {**found.options()[0], **options})
+    other = function and getattr(importlib.import_module(f"stages.{found.name}.stage"), function)
+    return Kernel(found, found.source, {**found.options()[0], **options}, other or None)
 
 
 def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:

@@ -18,7 +18,7 @@ def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) 
 
     Every family allocates here and nowhere else, so that a test can have all outputs filled with NaN before the call.
     """
-    return like.new_empty(shape, dtype=dtype)
+    return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
 
 
 def poisoned(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

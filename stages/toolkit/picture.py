@@ -394,6 +394,151 @@ def _matrices(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# (Q K^T) V: which block computes which part of S, and when
+
+
+def traffic(panels: Mapping[str, Report], names: Sequence[str]) -> Picture:
+    """The bytes that each tensor moves, as bars, loads and stores apart; the panels share their scale."""
+    moved = {
+        title: {(t.name, t.op): t.bytes_moved for t in report.traffic("global")} for title, report in panels.items()
+    }
+    most = max(sum(amount for (name, _), amount in m.items() if name == n) for m in moved.values() for n in names)
+    figure = Figure(figsize=(WIDTH, 0.34 * len(names) + 0.95), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
+    words = []
+    for ax, (title, amounts) in zip(axes, moved.items(), strict=True):
+        for row, name in enumerate(names):
+            left = 0
+            for op, colour in (("load", BLOCKS[0]), ("store", BLOCKS[1])):
+                ax.barh(row, amounts.get((name, op), 0), 0.7, left=left, color=colour)
+                left += amounts.get((name, op), 0)
+            ax.text(left + most * 0.02, row, _bytes(left), va="center", color=INK, fontsize=9)
+        parts = [f"{name} {_bytes(sum(amounts.get((name, op), 0) for op in ('load', 'store')))}" for name in names]
+        words.append(f"{title}: {', '.join(parts)}")
+        ax.set_title(title, fontsize=10, color=INK)
+        ax.set(xlim=(0, most * 1.32), ylim=(len(names) - 0.5, -0.5), xticks=[], facecolor=PANEL)
+        ax.set_yticks(range(len(names)), names, color=INK)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    _legend(figure, [Patch(color=BLOCKS[0], label="loaded"), Patch(color=BLOCKS[1], label="stored")])
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def scores(panels: Mapping[str, Report], seq: int, by: str = "step") -> Picture:
+    """Who computes each element of S, a row of it for each row of Q and a column for each key, or in which step.
+
+    One head, and a trace of all blocks (`block=-1`): a block computes the elements whose row of q and whose row of k it
+    loads; its steps are parted by its loads of v. Pale lines part the blocks.
+    """
+    images, words, most = {}, [], 1
+    for title, report in panels.items():
+        steps = _steps_of_s(report, seq)
+        known = sorted({block for block, _ in steps.values()})
+        most = max(most, 1 + max(step for _, step in steps.values()))
+        images[title] = steps, known
+        blocks = f"{_plural(len(known), 'block')}, {100 * len(steps) / seq**2:.3g} % of S"
+        words.append(f"{title}: {blocks}")
+    figure, axes = _figure(WIDTH, min(WIDTH / max(len(panels), 2), 4.2) + 0.5, len(panels))
+    for ax, title, text in zip(np.atleast_1d(axes), images, words, strict=True):
+        steps, known = images[title]
+        image = np.ones((seq, seq, 3)) * EMPTY
+        for (row, key), (block, step) in steps.items():
+            if by == "block":
+                shade = LANES[known.index(block) * 31 // max(len(known) - 1, 1)]
+            else:
+                shade = LANES[step * 31 // max(most - 1, 1)]
+            image[row, key] = shade
+        _cells(ax, image, 0, 0, gap=False)
+        first = {block: (seq, seq) for block in known}  # row and key
+        for (row, key), (block, _) in steps.items():
+            first[block] = min(first[block][0], row), min(first[block][1], key)
+        lines = [((0, y), (seq, y)) for y in {row for row, _ in first.values()} - {0}]
+        lines += [((x, 0), (x, seq)) for x in {key for _, key in first.values()} - {0}]
+        ax.add_collection(LineCollection(lines, color=PANEL, zorder=2))
+        ax.set_title(text.replace(": ", "\n", 1), fontsize=10)
+        ax.text(seq / 2, seq * 1.02, "keys j", ha="center", va="top", color=INK, fontsize=9)
+        ax.text(-seq * 0.02, seq / 2, "rows t", ha="right", va="center", rotation=90, color=INK, fontsize=9)
+        ax.set(xlim=(-seq * 0.06, seq * 1.01), ylim=(seq * 1.09, -seq * 0.01))
+    last = len(images[max(images, key=lambda t: len(images[t][1]))][1]) if by == "block" else most
+    shown = range(last) if last <= 6 else (0, last // 2, last - 1)
+    handles = [Patch(color=LANES[i * 31 // max(last - 1, 1)], label=f"{by} {i}") for i in shown]
+    if any(len(steps) < seq * seq for steps, _ in images.values()):
+        handles.append(Patch(color=EMPTY, label="not computed"))
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def _steps_of_s(report: Report, seq: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each (row, key) of S the block and the step that compute it."""
+    rows: dict[int, set[int]] = {}
+    keys: dict[int, dict[int, int]] = {}
+    step: dict[int, int] = {}
+    between: dict[int, bool] = {}
+    for name in "qk":
+        requests(report, name, "load")
+    widths = {name: _width(report, name, seq) for name in "qk"}
+    for access in report.trace:
+        if access.op != "load" or access.name not in ("q", "k", "v"):
+            continue
+        if access.name == "v":
+            between[access.block] = True
+            continue
+        touched = {offset // access.size // widths[access.name] for offset in access.offsets if offset >= 0}
+        if access.name == "q":
+            rows.setdefault(access.block, set()).update(touched)
+            continue
+        known = keys.setdefault(access.block, {})
+        if touched - known.keys() and between.pop(access.block, False):
+            step[access.block] = step.get(access.block, 0) + 1
+        for key in touched:
+            known.setdefault(key, step.get(access.block, 0))
+    return {
+        (row, key): (block, when) for block, seen in keys.items() for key, when in seen.items() for row in rows[block]
+    }
+
+
+def _width(report: Report, name: str, rows: int) -> int:
+    """The columns of a tensor with so many rows, all of which the trace reads."""
+    return (1 + max(max(a.offsets) // a.size for a in requests(report, name))) // rows
+
+
+def writers(panels: Mapping[str, Report], name: str, cols: int) -> Picture:
+    """How many blocks store to each word of a tensor: a colour for each block, dark where there are several."""
+    images, words = {}, []
+    for title, report in panels.items():
+        who: dict[int, set[int]] = {}
+        for access in requests(report, name, "store"):
+            for word in _who(access):
+                who.setdefault(word, set()).add(access.block)
+        blocks = sorted(set().union(*who.values()))
+        image = np.ones((1 + max(who), 3)) * EMPTY
+        for word, several in who.items():
+            (first, *more) = sorted(several)
+            image[word] = SHARED if more else LANES[blocks.index(first) * 31 // max(len(blocks) - 1, 1)]
+        images[title] = image.reshape(-1, cols, 3)
+        most = max(map(len, who.values()))
+        words.append(f"{title}: {_plural(len(blocks), 'block')}, {'1' if most == 1 else f'up to {most}'} for a word")
+    rows = max(len(image) for image in images.values())
+    figure, axes = _figure(WIDTH, min(WIDTH / len(panels) * rows / cols, 4.0) + 0.9, len(panels))
+    for ax, image, text in zip(np.atleast_1d(axes), images.values(), words, strict=True):
+        _cells(ax, image, 0, 0, gap=False)
+        ax.set_title(text.replace(": ", "\n", 1), fontsize=10)
+        ax.set(xlim=(-0.02 * cols, 1.02 * cols), ylim=(1.02 * len(image), -0.02 * len(image)))
+    handles = [Patch(color=LANES[0], label="the first block"), Patch(color=LANES[31], label="the last block")]
+    handles.append(Patch(color=SHARED, label="several blocks"))
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} GiB"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Shared memory: a word lies in bank (address / 4) mod 32
 
 

@@ -192,6 +192,11 @@ __global__ void lane_gone(In x, Out y) {
 }
 
 // ---- races between blocks -----------------------------------------------------------------------------------------
+__global__ void first_launch(In x, Out y) { y(blockIdx.x * N + threadIdx.x) = x(threadIdx.x); }
+__global__ void second_launch(In, Out y) {
+  if (blockIdx.x == 0) y(threadIdx.x) = y(N + threadIdx.x);  // fault: unwritten_by_both_launches
+}
+
 __global__ void blocks_write(In x, Out y) {
   y(threadIdx.x) = x(blockIdx.x);  // fault: blocks_write
 }
@@ -350,6 +355,8 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   const In x = x_any.as<float>();
   const Out y = y_any.as<float>();
   const auto go = [&]<auto Kernel>() { launch<Kernel>({blocks}, dim3(N), 0, stream, x, y); };
+#define TWO_KERNEL(key, first, second) \
+  if (name == key) return go.operator()<first>(), go.operator()<second>()
 #define KERNEL(key, ...) \
   if (name == key) return go.operator()<__VA_ARGS__>()
   KERNEL("neighbour", neighbour<true>);
@@ -387,6 +394,8 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t block
   KERNEL("lane_gone", lane_gone);
   KERNEL("blocks_write", blocks_write);
   KERNEL("block_reads", block_reads);
+  TWO_KERNEL("block_of_an_earlier_launch", first_launch, second_launch);
+  TWO_KERNEL("unwritten_by_both_launches", first_launch, second_launch);
   KERNEL("read_past", read_past);
   KERNEL("read_before", read_before);
   KERNEL("write_past", write_past);

@@ -1,0 +1,5 @@
+#include "common/binding.h"
+
+void qkv(Input<4> q, Input<4> k, Input<4> v, Output<4> s, Output<4> o, double scale, Stream stream);
+
+STAGE_MODULE(m) { def_launcher(m, "qkv", &qkv, "S = scale Q K^T, then O = S V", "q", "k", "v", "s", "o", "scale"); }
