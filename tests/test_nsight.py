@@ -78,7 +78,7 @@ def test_equal_counts(cases):
     assert len(rows) == 2 * len(METRICS)
     assert all(row["hardware"] == row["xray"] and row["reason"] == "" for row in rows)
     assert nsight.failures(rows) == []
-    assert "The x-ray counts the same in 16 of 16." in nsight.table(rows)
+    assert "The x-ray counts the same in 18 of 18." in nsight.table(rows)
     (sectors,) = (row for row in rows if row["count"] == "load_sectors" and row["size"] == [64, 64, 64])
     assert sectors["hardware"] == 2048 and sectors["metric"] == "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
 
@@ -87,6 +87,7 @@ def test_equal_counts(cases):
     ("shared_load_wavefronts", -8192, nsight.MERGED),
     ("shared_store_conflicts", 5, nsight.ARBITRATION),
     ("shared_store_wavefronts", 5, ""),
+    ("shared_copy_wavefronts", 5, nsight.COPIES),
 ])  # fmt: skip
 def test_a_shared_count_that_differs_is_told_and_no_failure(cases, name, change, reason):
     counts = [dict(case.counts) for case in cases]
@@ -96,8 +97,23 @@ def test_a_shared_count_that_differs_is_told_and_no_failure(cases, name, change,
     assert (different["count"], different["reason"]) == (name, reason)
     assert nsight.failures(rows) == []
     text = nsight.table(rows)
-    assert "in 15 of 16. Different (*):" in text and (reason or "no reason known") in text
+    assert "in 17 of 18. Different (*):" in text and (reason or "no reason known") in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+def test_waits_of_the_pipe_are_told_from_conflicts(cases):
+    counts = [dict(case.counts) for case in cases]
+    for name in ("shared_load_wavefronts", "shared_load_conflicts"):
+        counts[0][name] += 7
+    rows = nsight.compare(cases, nsight.parse(answer(*counts)))
+    assert [row["reason"] for row in rows if row["hardware"] != row["xray"]] == [nsight.WAITS] * 2
+
+
+def test_what_is_never_read_is_told(cases):
+    counts = [dict(case.counts) for case in cases]
+    counts[0]["shared_load_wavefronts"] = 0
+    rows = nsight.compare(cases, nsight.parse(answer(*counts)))
+    assert nsight.UNUSED in [row["reason"] for row in rows if row["hardware"] != row["xray"]]
 
 
 @pytest.mark.parametrize("name", nsight.EXACT)

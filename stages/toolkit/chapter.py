@@ -123,8 +123,9 @@ def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | N
     if any(n % aligned for n, aligned in zip(size, stage.aligned, strict=True)):
         return None
     sizes, itemsize = stage.sizes(size), getattr(torch, dtype).itemsize
-    counts = stage.cost(**sizes, itemsize=itemsize)
-    return SECTOR * (counts.load_sectors + counts.store_sectors) / stage.family.work(sizes, itemsize).operations
+    options = stage.options(getattr(torch, dtype))[0]
+    counts, work = stage.cost(**sizes, itemsize=itemsize, **options), stage.family.work(sizes, itemsize, **options)
+    return SECTOR * (counts.load_sectors + counts.store_sectors) / work.operations
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ TIMEOUT = 600  # seconds, for one stage
 
 # Why the GPU may count fewer or more in shared memory, where the kernel leaves something to nvcc.
 MERGED = "fewer: nvcc has made one wide load or store of neighbouring ones of a thread"
+COPIES = "asynchronous copies: of rows that are copied in part, or straddle cache lines, the x-ray knows no exact rule"
+UNUSED = "none: nvcc reads nothing where the sum has no terms"
+WAITS = "more, all of them waits of the pipe by its conflict counter, and not as many in every run"
 ARBITRATION = "more conflicts: this counter also has waits that are no bank conflict; the wavefronts are what they cost"
 
 
@@ -243,9 +246,13 @@ def compare(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[str
 
 def reason(name: str, gpu: Mapping[str, int], xray: Mapping[str, int]) -> str:
     """Why a count differs, or "" where it does not, or where only the machine code can tell."""
+    if name == "shared_copy_wavefronts":
+        return COPIES if gpu[name] != xray[name] else ""
     if name.startswith("shared") and gpu[name] < xray[name]:
-        return MERGED
-    wavefronts = name.replace("conflicts", "wavefronts")
+        return MERGED if gpu[name] else UNUSED
+    wavefronts, conflicts = name.replace("conflicts", "wavefronts"), name.replace("wavefronts", "conflicts")
+    if name.startswith("shared") and gpu[wavefronts] - xray[wavefronts] == gpu[conflicts] - xray[conflicts] > 0:
+        return WAITS
     if name.endswith("conflicts") and gpu[name] > xray[name] and gpu[wavefronts] <= xray[wavefronts]:
         return ARBITRATION
     return ""
@@ -264,7 +271,7 @@ def failures(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """For a terminal: what the GPU counted, stage by stage, and each count in which the x-ray differs."""
     columns = [name for name in METRICS if not name.endswith("conflicts")]
-    header = ("", "", "loads", "sectors", "stores", "sectors", "shared loads", "shared stores")
+    header = ("", "", "loads", "sectors", "stores", "sectors", "shared loads", "stores", "copies")
     parts = []
     for stage in dict.fromkeys(r["stage"] for r in rows):
         own = [r for r in rows if r["stage"] == stage]
