@@ -113,7 +113,8 @@ def test_dtypes_and_options_of_a_stage():
     )
     assert cells(shown, "15 tensor", "float32 as tf32")[0] == ("4096³, ms", "3")
     assert cells(shown, "15 tensor", "bfloat16")[0] == ("4096³, ms", "4")
-    assert [row.dtype for row in shown.rows if row.stage is stages.load("15")] == ["float32 as tf32", "bfloat16", "float16"]
+    dtypes = [row.dtype for row in shown.rows if row.stage is stages.load("15")]
+    assert dtypes == ["float32 as tf32", "bfloat16", "float16"]
     assert "float32 without TF32; float32 as tf32 with it." in chapter.markdown(shown)
     assert "15 tensor 50.0 %" in chapter.plot(shown).words.partition("float32 as tf32: ")[2]
 

@@ -2,9 +2,8 @@
 //
 // Problem   C[M,N] = A[M,K] B[K,N]; any strides, so a transposed operand is a view and never a copy.
 // Before    Stage 00 had one element a thread and no reuse. Here every element of A is needed N times, of B M times.
-// Idea      The formula as it stands: thread (row, col) walks along K and sums. It counts rows along threadIdx.x, as
-// one
-//           counts rows first on paper. The kernel is right, and slow for a reason that its source does not show.
+// Idea      The formula as it stands: thread (row, col) walks along K and sums. It counts rows along threadIdx.x, as on
+//           paper one counts rows first. The kernel is right, and slow for a reason that its source does not show.
 // Mapping   block: ROWS x COLS patch of C.  thread (x, y): C[row0 + x][col0 + y].  warp: 32 rows of one column.
 // Cost      row-major float32, M a multiple of 32, N of 8, K of 8
 //             global load requests  M N K / 16          (one of A and one of B for each warp and k)

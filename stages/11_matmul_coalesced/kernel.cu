@@ -3,17 +3,15 @@
 // Problem   C[M,N] = A[M,K] B[K,N]; any strides.
 // Before    Stage 10 asks for 32 sectors to use 4 bytes of each: 33 M N K / 32 load sectors.
 // Idea      The 32 lanes of a warp are neighbours along threadIdx.x, and a row-major matrix has its neighbours along
-// the
-//           columns. So threadIdx.x must count columns: then a warp's words of B and of C lie side by side and share
-//           sectors. Only the two lines that give a thread its row and its column change.
+//           the columns. So threadIdx.x must count columns: then a warp's words of B and of C lie side by side and
+//           share sectors. Only the two lines that give a thread its row and its column change.
 // Mapping   block: ROWS x COLS patch of C.  thread (x, y): C[row0 + y][col0 + x].  warp: 32 columns of one row.
 // Cost      row-major float32, M a multiple of 8, N of 32, K of 8
 //             global load requests  M N K / 16
 //             global load sectors   5 M N K / 32        (A: one word for all, 1 sector;  B: 32 neighbours, 4 sectors)
 //             global store sectors  M N / 8
-// Limits    Each warp still fetches its operands itself: a row of A crosses the bus N / 32 times, a column of B M
-// times.
-//           Stage 12 lets a block fetch them once for all its warps.
+// Limits    Each warp still fetches its operands itself: a row of A crosses the bus N / 32 times, a column of B
+//           M times. Stage 12 lets a block fetch them once for all its warps.
 // Run       python -m stages run 11
 
 #include "common/device.h"

@@ -6,12 +6,12 @@
 //           patches: one is computed, the others are on their way. One barrier a step then says two things: the next
 //           patches are there for all, and the last ones are free. Registers do the same on a smaller scale: the
 //           operands of k + 1 are read, 16 bytes at a time, while those of k multiply.
-// Mapping   block: ROWS x COLS patch of C.  warp: 64 x COLS / 2 of it, four down and two across.  lane: 8 x EACH
-// outputs,
-//           in groups of 16 bytes.  A's patch lies transposed, so that a lane's rows are side by side, as its columns.
-// Cost      row-major float32, M of ROWS = 256, N of COLS = 128, K of DEPTH = 8
+// Mapping   block: ROWS x COLS patch of C.  warp: 64 x COLS / 2 of it, four down and two across.
+//           lane: 8 x EACH outputs, in groups of 16 bytes. A's patch lies transposed, so that a lane's rows are side by
+//           side as its columns are.
+// Cost      row-major float32, M a multiple of ROWS = 256, N of COLS = 128, K of 32
 //             global load sectors   3 M N K / 2048
-//             shared wavefronts     3 M N K / 1024 loads, TODO copies
+//             shared wavefronts     3 M N K / 1024 loads, 9 M N K / 8192 copies
 //             barriers              1 + K / DEPTH a block
 // Limits    Nine of ten instructions are multiply-adds by now, and a multiprocessor starts four in a cycle: ordinary
 //           cores can do little more. Stage 15 multiplies on the tensor cores.
@@ -38,24 +38,26 @@ template <typename T>
 constexpr int COLS = 8 * EACH<T>;  // of the patch of C
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
-template <typename T>
-constexpr int PAD = WIDE<T>;  // of a patch's rows: elements below each other get different banks
-
-template <typename T>
-struct Patches {
-  alignas(16) T a[DEPTH][ROWS + PAD<T>];
-  alignas(16) T b[DEPTH][COLS<T> + PAD<T>];
-};
 
 // How a patch, [k][i], is copied: in groups of 16 bytes along i, by elements along k, or by elements along i.
 enum class By { groups, k, i };
+
+// Elements below each other get different banks; whole groups stay where the cache lines do.
+template <typename T, By BY>
+constexpr int PAD = BY == By::groups ? 0 : WIDE<T>;
+
+template <typename T, By BY_A, By BY_B>
+struct Patches {
+  alignas(16) T a[DEPTH][ROWS + PAD<T, BY_A>];
+  alignas(16) T b[DEPTH][COLS<T> + PAD<T, BY_B>];
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Starts the copies of a patch, of which the matrix has `depth` x `width`; zeros stand for the rest.
 template <By BY, int WIDTH, typename T>
 __device__ __forceinline__ void start_copy(T* patch, const T* from, int64_t stride_k, int64_t stride_i, int64_t depth,
                                            int64_t width) {
-  constexpr int PITCH = WIDTH + PAD<T>;
+  constexpr int PITCH = WIDTH + PAD<T, BY>;
   const int thread = threadIdx.x;
   const int ks = int(min(depth, int64_t(DEPTH))), is = int(min(width, int64_t(WIDTH)));
   if constexpr (BY == By::groups) {
@@ -98,7 +100,8 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
                                                                View<const T, 2> b,  // [K, N]
                                                                View<T, 2> c,        // [M, N]
                                                                bool wide_c) {       // rows of 16-byte groups
-  __shared__ Patches<T> patches[STAGES<T>];
+  using Pair = Patches<T, BY_A, BY_B>;
+  __shared__ Pair patches[STAGES<T>];
 
   const int64_t rows = c.size[0], cols = c.size[1];
   const Tile tile = tile_of_block<GROUP>(blockIdx.x, ceil_div(rows, ROWS), ceil_div(cols, COLS<T>));
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
   const T* next_a = &a(row0, 0);
   const T* next_b = &b(0, col0);
   int64_t left = a.size[1];
-  const auto start = [&](Patches<T>& to) {
+  const auto start = [&](Pair& to) {
     start_copy<BY_A, ROWS>(&to.a[0][0], next_a, a.stride[1], a.stride[0], left, rows - row0);
     start_copy<BY_B, COLS<T>>(&to.b[0][0], next_b, b.stride[0], b.stride[1], left, cols - col0);
     async_commit();
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_pipelined(View<const T, 2> 
   };
 
   Vector<T, WIDE<T>> a_part[2][DOWN / WIDE<T>], b_part[2][EACH<T> / WIDE<T>];  // of this k and of the next
-  const auto read = [&](int to, const Patches<T>& patch, int k) {
+  const auto read = [&](int to, const Pair& patch, int k) {
 #pragma unroll
     for (int i = 0; i < DOWN; i += WIDE<T>) a_part[to][i / WIDE<T>] = load_vector<WIDE<T>>(&patch.a[k][row_of(i)]);
 #pragma unroll

@@ -8,13 +8,12 @@
 //           below each other would meet in the same banks; a swizzle puts the 16-byte chunks of each row in an order
 //           of its own, without padding. The pipeline is stage 14's.
 // Mapping   block: ROWS x COLS of C, 8 warps.  warp: 64 x 64 of it.  lane: what mma gives it of each 16 x 8.
-// Cost      row-major, 16 bits, M of 256, N of 128, K of 64
+// Cost      row-major, 16 bits, M a multiple of ROWS = 256, N of COLS = 128, K of 64
 //             global load sectors   3 M N K / 4096
-//             shared wavefronts     M N K / 1024 loads, 3 M N K / 16384 copies
-//             barriers              3 + K / 64 a block
-// Limits    mma.sync reaches two thirds of what the tensor cores of a Hopper can do. For the rest, operands must come
-// to
-//           them straight from shared memory: wgmma, and the copy engine to feed it.
+//             shared wavefronts     M N K / 2048 loads, 3 M N K / 16384 copies
+//             barriers              2 + K / 64 a block
+// Limits    mma.sync reaches two thirds of what the tensor cores of a Hopper can do. For the rest, operands must
+//           come to them straight from shared memory: wgmma, and the copy engine to feed it.
 // Run       python -m stages run 15
 
 #include "common/async_copy.h"

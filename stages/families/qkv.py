@@ -46,7 +46,7 @@ PROBLEMS = (
 XRAY = (1, 2, 128, 64, 64)
 BENCH = {"cpu": ((1, 2, 256, 64, 64),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
 DTYPES = FLOATING
-INCUMBENT = "torch.matmul, twice"
+INCUMBENT = "two torch.matmul"
 
 NONE, CAUSAL, ANTICAUSAL = range(3)  # the masks, as the kernels number them: all keys, j <= t, j >= t
 TRANSPOSED = (NONE, ANTICAUSAL, CAUSAL)

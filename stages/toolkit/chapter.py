@@ -269,14 +269,10 @@ def plot(chapter: Chapter) -> Picture | None:
                 bbox={"facecolor": picture.PANEL, "edgecolor": "none", "pad": 0.5},
             )
     axes.axhline(100, color=picture.INK, lw=1, ls=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        *(chapter.library, (-0.42, 100), (0, 3)),
-        **dict(textcoords="offset points", va="bottom", fontsize=9, color=picture.INK),
-    )
-    lowest = min(min(points.values()) for points in series.values())
-    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 250))
+    lowest, highest = (most(most(points.values()) for points in series.values()) for most in (min, max))
+    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * max(highest, 100)))
     axes.set_xticks(range(len(chapter.stages)), [short_name(stage).replace(" ", "\n", 1) for stage in chapter.stages])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.yaxis.set_major_formatter(lambda value, _: chapter.library if value == 100 else f"{value:g} %")
     axes.set_facecolor(picture.PANEL)
     axes.tick_params(colors=picture.INK, which="both", length=0)
     axes.grid(axis="y", color=picture.FAINT, alpha=0.3, lw=0.8)
