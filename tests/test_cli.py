@@ -181,7 +181,7 @@ def test_device(call):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("xray", "12", "--size", "3,4"), "--size 3,4: allowed: 3 whole numbers, M,N,K of matmul(a, b)"),
+        (("xray", "12", "--size", "3,4"), "--size 3,4: allowed: 3 whole numbers, M,N,K of matmul(a, b, *, tf32=False)"),
         (("run", "00", "--size", "many"), "--size many: allowed: 1 whole number, N of axpy(alpha, x, y)"),
         (("bench", "12", "--dtype", "int8"), "--dtype int8: allowed: float64, float32, float16, bfloat16"),
     ],

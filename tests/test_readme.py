@@ -76,7 +76,7 @@ def test_records_become_tables(tmp_path, monkeypatch):
         "00_axpy at 268,435,456 beside `torch.add(y, x, alpha=alpha)`, on one A Card, 2026-01-01: float32 1.5 ms "
         "against 0.5 ms, 12.3 % of what the card gave in copying."
     ) in text
-    assert "7 of 8 are equal, all 4 requests and sectors" in text
+    assert "8 of 9 are equal, all 4 requests and sectors" in text
     assert f"- 1 in shared memory: {nsight.MERGED}" in text
     rows[0]["hardware"] = 1
     (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))

@@ -43,7 +43,7 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=matmul,
-    lesson="cp.async: copies that nobody waits for, 16 bytes at a time, several patches under way",
+    lesson="copies that nobody waits for: cp.async, patches on their way",
     cost=cost,
     aligned=(ROWS, 128, 4 * DEPTH),  # every row of A in cache lines of its own
     registers=255,  # one block on a multiprocessor

@@ -35,7 +35,7 @@ def cost(M: int, N: int, K: int, itemsize: int, tf32: bool = False) -> Counts:
 stage = Stage(
     __file__,
     family=matmul,
-    lesson="tensor cores: mma.sync, ldmatrix, swizzled tiles without bank conflicts",
+    lesson="tensor cores: mma.sync, ldmatrix, swizzled tiles",
     cost=cost,
     aligned=(ROWS, COLS, 64),
     registers=255,  # one block on a multiprocessor
