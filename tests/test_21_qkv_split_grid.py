@@ -17,7 +17,7 @@ class TestQkvSplitGrid(QkvCases):
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
     def test_as_it_failed_its_blocks_race(self, schedule):
         """In every schedule, on the line that adds, between blocks of one row: a read against a write."""
-        failed = lab.kernel("21", "as_it_failed")
+        failed = lab.kernel("21", function="as_it_failed")
         report = failed.xray(*SIZES, schedule=schedule[0], seed=schedule[1])
         races = [fault for fault in report.faults if fault.kind == "block race"]
         assert races and {fault.kind for fault in report.faults} <= {"block race", "uninitialised read"}
@@ -30,12 +30,12 @@ class TestQkvSplitGrid(QkvCases):
         assert [str(fault) for fault in again.faults] == [str(fault) for fault in report.faults]
 
     def test_as_it_failed_it_is_right_in_one_order_only(self):
-        failed = lab.kernel("21", "as_it_failed")
+        failed = lab.kernel("21", function="as_it_failed")
         assert failed.is_right(*SIZES)
         assert not failed.is_right(*SIZES, schedule="reverse")
 
     def test_alone_a_slice_does_not_race(self):
-        failed = lab.kernel("21", "as_it_failed")
+        failed = lab.kernel("21", function="as_it_failed")
         assert failed.is_right(1, 2, 32, 16, 40, schedule="reverse")
         assert failed.xray(1, 2, 32, 16, 40, schedule="reverse").faults == []
 

@@ -35,6 +35,7 @@ class Kernel:
     source: Path
     options: Mapping[str, object] = field(default_factory=dict)  # of the function: those that the stage is about
     function: Callable | None = None  # another one than the stage's
+    dtype: torch.dtype = torch.float32
 
     @property
     def changed(self) -> bool:
@@ -43,12 +44,12 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<Kernel {self.stage.name}{', changed' if self.changed else ''}>"
 
-    def arguments(self, *sizes: int, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
-        """Random arguments of a problem of these sizes, the same ones every time."""
-        return self.stage.family.make(self.stage.sizes(sizes), dtype)
+    def arguments(self, *sizes: int, dtype: torch.dtype | None = None) -> tuple[object, ...]:
+        """Random arguments of a problem of these sizes, the same ones every time; in the kernel's dtype or another."""
+        return self.stage.family.make(self.stage.sizes(sizes), dtype or self.dtype)
 
     def xray(self, *sizes: int, schedule: str = "forward", seed: int = 0, block: int | None = None) -> Report:
-        """The x-ray of one call in float32. With `block`, a block's linear index or -1 for all, it keeps the trace."""
+        """The x-ray of one call. With `block`, a block's linear index or -1 for all, it keeps the trace."""
         report, _ = self._call(sizes, schedule, seed, block)
         return report
 
@@ -57,12 +58,12 @@ class Kernel:
         return self._call(sizes, schedule, seed, None)[1]
 
     def formula(self, *sizes: int) -> Counts:
-        """The counts that the closed forms of the kernel's header give, in float32."""
-        return self.stage.cost(**self.stage.sizes(sizes), itemsize=4, **self.options)
+        """The counts that the closed forms of the kernel's header give."""
+        return self.stage.cost(**self.stage.sizes(sizes), itemsize=self.dtype.itemsize, **self.options)
 
     def bytes_needed(self, *sizes: int) -> int:
-        """What no kernel for this problem can avoid to move, in float32: each tensor once."""
-        return self.stage.family.work(self.stage.sizes(sizes), 4, **self.options).bytes
+        """What no kernel for this problem can avoid to move: each tensor once."""
+        return self.stage.family.work(self.stage.sizes(sizes), self.dtype.itemsize, **self.options).bytes
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -80,24 +81,25 @@ class Kernel:
             output = (self.function or self.stage.function)(*arguments, **self.options)
         report.trace.sort(key=lambda access: access.block)  # blocks run side by side
         error = verify.relative_error(output, family.reference(*arguments, **self.options))
-        tolerance = family.tolerance(self.stage.sizes(sizes), torch.float32, **self.options)
+        tolerance = family.tolerance(self.stage.sizes(sizes), self.dtype, **self.options)
         return report, error <= tolerance["output"]
 
     def _module(self) -> Path:
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", self.source.parent)
 
 
-def kernel(name: str, function: str | None = None, **options: object) -> Kernel:
+def kernel(name: str, dtype: torch.dtype = torch.float32, *, function: str | None = None, **options: object) -> Kernel:
     """The kernel of a stage, by its number or name.
 
     Args:
         name: As `stages.load` takes it.
+        dtype: Of the arguments that it is run on.
         function: The name of another function in the stage's `stage.py` that launches the kernel.
         options: For the function, in place of those that the stage is about: `lab.kernel("23", causal=False)`.
     """
     found = stage.load(name)
     other = function and getattr(importlib.import_module(f"stages.{found.name}.stage"), function)
-    return Kernel(found, found.source, {**found.options()[0], **options}, other or None)
+    return Kernel(found, found.source, {**found.options(dtype)[0], **options}, other or None, dtype)
 
 
 def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
@@ -147,15 +149,26 @@ def bytes_moved(report: Report) -> int:
     return sum(traffic.bytes_moved for traffic in report.traffic("global"))
 
 
-def faults(report: Report) -> str:
-    """The faults of a report as text, one for each pair of lines."""
+def wavefronts(report: Report, text: str) -> float:
+    """The wavefronts of shared memory that one request takes, at the lines that hold this text."""
+    sites = [site for site in report.sites if site.space == "shared" and text in site.line.text]
+    if not sites:
+        raise ValueError(f"no line that reads or writes shared memory holds {text!r}")
+    return sum(site.wavefronts for site in sites) / sum(site.requests for site in sites)
+
+
+def faults(report: Report, most: int | None = None) -> str:
+    """The faults of a report as text, one for each pair of lines; with `most`, the first so many."""
     merged: dict[tuple, Fault] = {}
     for fault in report.faults:  # a line may be several places in the machine's code
         key = (fault.kind, fault.line and fault.line.number, fault.other_line and fault.other_line.number, fault.place)
         known = merged.get(key)
         merged[key] = replace(known, count=known.count + fault.count) if known else fault
     order = sorted(merged, key=lambda key: (key[1] or 0, key[2] or 0, key[0], key[3]))
-    return render.faults(Report(faults=[merged[key] for key in order]))
+    text = render.faults(Report(faults=[merged[key] for key in order[:most]]))
+    if most is None or most >= len(order):
+        return text
+    return f"{len(order)} faults, the first {most} of them:\n{text.partition(chr(10))[2]}"
 
 
 def predict(guess: float | None, seen: float, what: str) -> None:
@@ -173,7 +186,7 @@ def exercise(of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: 
         of: The kernel to start from.
         answer: Changes as `change` takes them; empty: print how to answer.
         sizes: The problem that it is tried on.
-        at_most: Names of `Counts`, or "threads", and what may not be passed.
+        at_most: Names of `Counts`, "threads" or "shared_bytes" (of a block), and what may not be passed.
     """
     if not answer:
         print(f"No answer yet. {HOW}")
@@ -213,7 +226,10 @@ def exercise_layout(name: str, before: tuple[Tensor, ...], answer: object, at_mo
 
 
 def _mark(report: Report, at_most: Mapping[str, int]) -> None:
-    counts = vars(report.counts()) | {"threads": sum(launch.threads for launch in report.launches)}
+    counts = vars(report.counts()) | {
+        "threads": sum(launch.threads for launch in report.launches),
+        "shared_bytes": max(launch.static_shared + launch.dynamic_shared for launch in report.launches),
+    }
     rows = [(name.replace("_", " "), f"{counts[name]:,}", f"{limit:,}") for name, limit in at_most.items()]
     print(render.table(("", "yours", "at most"), rows, "<>>"))
     solved = all(counts[name] <= limit for name, limit in at_most.items())

@@ -8,7 +8,7 @@ import difflib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 
 import matplotlib
 import numpy as np
@@ -542,28 +542,269 @@ def _bytes(count: float) -> str:
 # Shared memory: a word lies in bank (address / 4) mod 32
 
 
-def banks(panels: Mapping[str, Access]) -> Picture:
-    """Single requests to shared memory, 4 bytes a lane: a row is 32 words, a column is a bank, lanes by colour."""
-    asked = {title: _who(access) for title, access in panels.items()}
-    rows = max(32, *(1 + max(who) // 32 for who in asked.values()))
-    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 2) * 0.92 + 0.5, len(panels))
+def banks(panels: Mapping[str, Access], lanes: range = range(32)) -> Picture:
+    """Single requests to shared memory: a row is 32 words of 4 bytes, a column is a bank, lanes by colour.
+
+    With fewer lanes, what these ask for, and only the rows in which they do: a quarter of a warp is served at a time
+    where a lane asks for 16 bytes, or gives ldmatrix the address of a row.
+    """
+    asked = {title: _words(access, lanes) for title, access in panels.items()}
+    whole = len(lanes) == 32
+    places = {title: sorted({word // 32 for word in who}) for title, who in asked.items()}  # rows of memory
+    if whole:
+        places = {title: list(range(max(32, rows[-1] + 1))) for title, rows in places.items()}
+    height = max(map(len, places.values()))
+    high = WIDTH / max(len(panels), 2) * 0.92 * (height + 3.5) / 35.5
+    figure, axes = _figure(WIDTH, high + (0.5 if whole else 0.95), len(panels))
+    if not whole:
+        figure.get_layout_engine().set(h_pad=0.13)  # low axes leave their titles no room
     words = []
     for ax, (title, who) in zip(np.atleast_1d(axes), asked.items(), strict=True):
-        image, depth = np.ones((rows, 32, 3)) * EMPTY, [0] * 32
-        for word, lanes in who.items():
-            image[word // 32, word % 32] = LANES[lanes[0]] if len(lanes) == 1 else SHARED
+        image, depth = np.ones((height, 32, 3)) * EMPTY, [0] * 32
+        for word, owners in who.items():
+            colour = LANES[lanes.index(owners[0]) * 31 // (len(lanes) - 1)]
+            image[places[title].index(word // 32), word % 32] = colour if len(owners) == 1 else SHARED
             depth[word % 32] += 1
         _cells(ax, image, 0, 0, gap=True)
-        ax.text(16, rows + 0.6, "bank 0 … 31", ha="center", va="top", color=INK, fontsize=9)
+        ax.text(16, height + 0.6, "bank 0 … 31", ha="center", va="top", color=INK, fontsize=9)
         busiest = f"{_plural(len(who), 'word')}, at most {max(depth)} in a bank: {_plural(max(depth), 'wavefront')}"
         ax.set_title(f"{title}\n{busiest}", fontsize=10)
-        ax.set(xlim=(-0.5, 32.5), ylim=(rows + 3, -0.5))
+        ax.set(xlim=(-0.5, 32.5), ylim=(height + (3 if whole else 1.6), -0.5))
         words.append(f"{title}: {busiest}")
-    handles = [Patch(color=SHARED, label="one word for several lanes")]
-    if any(len(lanes) == 1 for who in asked.values() for lanes in who.values()):
-        handles = [*(Patch(color=LANES[lane], label=f"lane {lane}") for lane in (0, 16, 31)), *handles]
+    owners = [owners for who in asked.values() for owners in who.values()]
+    handles = []
+    if any(len(lanes) == 1 for lanes in owners):
+        shown = [(0, lanes[0]), (16, lanes[len(lanes) // 2]), (31, lanes[-1])]
+        handles += [Patch(color=LANES[shade], label=f"lane {lane}") for shade, lane in shown]
+    if whole or any(len(lanes) > 1 for lanes in owners):
+        handles.append(Patch(color=SHARED, label="one word for several lanes"))
     _legend(figure, handles)
     return Picture(figure, "; ".join(words) + ".")
+
+
+def _words(access: Access, lanes: Iterable[int]) -> dict[int, list[int]]:
+    """The lanes that ask for each word of 4 bytes, by the word's index."""
+    who: dict[int, list[int]] = {}
+    for lane in lanes:
+        first = access.offsets[lane] // 4
+        for word in range(first, first + access.size // 4 if first >= 0 else first):
+            who.setdefault(word, []).append(lane)
+    return who
+
+
+def lanes(panels: Mapping[str, tuple[Access, Access]]) -> Picture:
+    """How the lanes of a warp are laid over its patch, from a request for rows of it and one for columns.
+
+    Lanes side by side ask for the same rows, lanes below each other for the same columns.
+    """
+    figure, axes = _figure(WIDTH * 0.72, 3.1, len(panels))
+    words = []
+    for ax, (title, accesses) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        ys, xs = ([sorted(set(a.offsets)).index(offset) for offset in a.offsets] for a in accesses)
+        high, wide = max(ys) + 1, max(xs) + 1
+        image = np.ones((high, wide, 3)) * EMPTY
+        for lane in range(32):
+            image[ys[lane], xs[lane]] = BLOCKS[lane // 8]
+            ax.text(xs[lane] + 0.5, ys[lane] + 0.5, str(lane), ha="center", va="center", fontsize=9, color="w")
+        _cells(ax, image, 0, 0, gap=True)
+        ax.set_aspect(0.45)
+        ax.set_title(title, fontsize=10)
+        ax.set(xlim=(-0.1, wide + 0.1), ylim=(high + 0.1, -0.1))
+        right, below = (next(i for i in range(32) if (xs[i], ys[i]) == at) for at in ((1, 0), (0, 1)))
+        words.append(f"{title}: {high} rows of {wide} lanes, right of lane 0 lane {right}, below it lane {below}")
+    _legend(figure, [Patch(color=BLOCKS[i], label=f"lanes {8 * i} to {8 * i + 7}") for i in range(4)])
+    return Picture(figure, "; ".join(words) + ".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines: shared memory that holds one or several buffers, each filled and read in turn
+
+
+def ring(panels: Mapping[str, tuple[Report, int]], warp: int = 0) -> Picture:
+    """Into which buffer a warp brings words, and which it reads, request by request.
+
+    Args:
+        panels: A trace, and of how many buffers its shared memory is made.
+        warp: Whose requests.
+    """
+    drawn = {title: _fills(report, count, warp) for title, (report, count) in panels.items()}
+    figure = Figure(figsize=(WIDTH, 0.45 + sum(0.36 * count + 0.62 for _, count in panels.values())))
+    figure.set_layout_engine("constrained")
+    axes = np.atleast_1d(
+        figure.subplots(len(panels), 1, gridspec_kw={"height_ratios": [count for _, count in panels.values()]})
+    )
+    words = []
+    for ax, (title, (end, fills)) in zip(axes, drawn.items(), strict=True):
+        count = panels[title][1]
+        for n, fill in enumerate(fills):
+            y, first_read = fill.buffer + 0.1, fill.first_read if fill.first_read is not None else end
+            colour = BLOCKS[1] if fill.copied else SHARED
+            bars = [(fill.start, fill.filled, colour), (fill.first_read, fill.last_read, BLOCKS[0])]
+            if fill.copied:
+                bars.insert(0, (fill.start, first_read, WASTE))
+            for left, right, shade in bars:
+                if left is not None:
+                    ax.add_patch(Rectangle((left, y), right - left, 0.8, color=shade, lw=0))
+            name = "zeros" if fill.zeros else str(n)
+            for left, right, shade in ((fill.filled, first_read, INK), (fill.first_read, fill.last_read, "w")):
+                if left is not None and right - left > end * 0.045:
+                    ax.text((left + right) / 2, y + 0.4, name, ha="center", va="center", fontsize=9, color=shade)
+        ahead = [
+            sum(f.copied and f.start < fill.last_read and (f.first_read or end) >= fill.last_read for f in fills)
+            for fill in fills
+            if fill.first_read is not None and not fill.zeros
+        ]
+        most = max(ahead)
+        most = f"up to {most}" if most else "none"
+        what = f"{_plural(count, 'buffer')}; while one is read, {most} on the way"
+        words.append(f"{title}: {what}")
+        ax.set_title(f"{title}: {what}", fontsize=10, color=INK, loc="left")
+        ax.set(xlim=(0, end), ylim=(count, 0), xticks=[], facecolor=EMPTY)
+        ax.set_yticks([i + 0.5 for i in range(count)], [f"buffer {i}" for i in range(count)], color=INK, fontsize=9)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    axes[-1].set_xlabel(f"requests of warp {warp} to shared memory, in order →", color=INK, fontsize=9)
+    shades = {"waited for, then stored": SHARED, "copies started": BLOCKS[1], "on the way": WASTE, "read": BLOCKS[0]}
+    _legend(figure, [Patch(color=shade, label=label) for label, shade in shades.items()])
+    return Picture(figure, "; ".join(words) + ".")
+
+
+@dataclass
+class _Fill:
+    """A buffer from the first request that fills it to the last that reads it, as places in a warp's requests."""
+
+    buffer: int
+    start: int
+    copied: bool
+    filled: int = 0
+    first_read: int | None = None
+    last_read: int | None = None
+    zeros: bool = True  # nothing was read from global memory for it
+
+
+def _fills(report: Report, count: int, warp: int) -> tuple[int, list[_Fill]]:
+    """How many requests to shared memory there are, and the fills of the buffers in order."""
+    launch = report.launches[0]
+    size = (launch.static_shared + launch.dynamic_shared) // count
+    fills: list[_Fill] = []
+    now: dict[int, _Fill] = {}
+    x, fetched = 0, False
+    for access in report.trace:
+        if access.warp != warp or access.space == "global":
+            fetched = access.warp == warp and access.op == "load"
+            continue
+        buffer = 0 if count == 1 else max(access.offsets) // size
+        fill = now.get(buffer)
+        if access.op != "load":
+            if fill is None or fill.first_read is not None:
+                fill = now[buffer] = _Fill(buffer, x, access.op == "copy")
+                fills.append(fill)
+            fill.filled = x + 1
+            fill.zeros &= not fetched
+        elif fill:
+            fill.first_read = x if fill.first_read is None else fill.first_read
+            fill.last_read = x + 1
+        x, fetched = x + 1, False
+    return x, fills
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor cores
+
+
+def fragments(report: Report, k: int, n: int, warp: int = 0, lane: int = 0) -> Picture:
+    """Which lane holds what of the first A, 16 x 16, and B, 16 x 8, that a warp multiplies, and of C, 16 x 8.
+
+    Of A and B it is the rows that ldmatrix was given, spread over the lanes as common/mma.h says, each place of shared
+    memory standing for what was copied there; of C it is what the lanes store. One lane stands out.
+
+    Args:
+        report: The trace of a kernel for 16 bits, A and B row-major.
+        k: The columns of A.
+        n: The columns of B and C.
+    """
+    held = _held(report, k, n, warp)
+    gap = 2.4
+    places = {"a": (0, 16 + gap, 16, 16), "b": (16 + gap, 0, 16, 8), "c": (16 + gap, 16 + gap, 16, 8)}
+    figure, ax = _figure(WIDTH * 0.66, WIDTH * 0.66 * 1.22)
+    words = []
+    for name, (x, y, rows, cols) in places.items():
+        inside = {at: who for at, who in held[name].items() if at[0] < rows and at[1] < cols}
+        image = np.ones((rows, cols, 3)) * EMPTY
+        for at, (owner, _) in inside.items():
+            image[at] = LANES[owner]
+        _cells(ax, image, x, y, gap=False)
+        pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for at, who in sorted(inside.items()):
+            pairs.setdefault(who, []).append(at)
+        own = []
+        for (owner, _), ((row, col), (last_row, last_col)) in pairs.items():
+            wide, high = last_col - col + 1, last_row - row + 1
+            mine = owner == lane
+            style = dict(fill=False, ec=INK if mine else PANEL, lw=2.2 if mine else 0.5, zorder=5 if mine else 2)
+            ax.add_patch(Rectangle((x + col, y + row), wide, high, **style))
+            style = dict(ha="center", va="center", fontsize=7.5, color="w" if owner < 20 else INK, zorder=6)
+            ax.text(x + col + wide / 2, y + row + high / 2, str(owner), **style)
+            if mine:
+                span = f"[{row}][{col}..{last_col}]" if wide == 2 else f"[{row}..{last_row}][{col}]"
+                own.append(name.upper() + span)
+        for row in range(0, rows, 8):
+            for col in range(0, cols, 8):
+                ax.add_patch(Rectangle((x + col, y + row), 8, 8, fill=False, ec=INK, lw=1, zorder=4))
+                _, register = inside[row, col]
+                text = f"d[{2 * register}]\nd[{2 * register + 1}]" if name == "c" else f"{name}[{register}]"
+                if name == "a":
+                    where, align = (x + col + 4, y - 0.3 if row == 0 else y + rows + 0.3), ("center", "bottom")
+                    align = align if row == 0 else ("center", "top")
+                else:
+                    where, align = (x + cols + 0.4, y + row + 4), ("left", "center")
+                ax.text(*where, text, ha=align[0], va=align[1], fontsize=9, color=INK)
+        words.append(f"{', '.join(own)}")
+    text = f"one mma.sync: C += A B\n\na number: the lane that\nholds these two elements\n\nframed: lane {lane}"
+    ax.text(8, 8, text, ha="center", va="center", fontsize=10, color=INK)
+    ax.set(xlim=(-0.3, 16 + gap + 8 + 2.6), ylim=(32 + gap + 1.6, -0.3))
+    return Picture(figure, f"Lane {lane} holds " + "; ".join(words) + ".")
+
+
+def _held(report: Report, k: int, n: int, warp: int) -> dict[str, dict[tuple[int, int], tuple[int, int]]]:
+    """Of each matrix the lane and its register, or pair of sums, for (row, column)."""
+    origin: dict[int, tuple[str, int]] = {}  # of 16 bytes of shared memory: a tensor, and bytes into it
+    results: dict[int, int] = {}  # of 16 bytes of shared memory: where in C they go
+    held: dict[str, dict[tuple[int, int], tuple[int, int]]] = {"a": {}, "b": {}, "c": {}}
+    last, stores = None, []
+    for access in report.trace:
+        if access.op == "copy" and last and last.op == "load":
+            for to, start in zip(access.offsets, last.offsets, strict=True):
+                origin.setdefault(to, (last.name, start))
+        elif access.warp == warp and access.name == "c" and last:
+            results.update(zip(last.offsets, access.offsets, strict=True))
+        elif access.warp == warp and access.space == "shared" and access.op == "store":
+            stores.append(access)
+        elif access.warp == warp and "load_matrices" in access.line.text:
+            name, _ = origin.get(access.offsets[0], ("c", 0))  # past the end of K only zeros are read
+            if name in "ab" and not held[name]:
+                held[name] = _spread(access, origin, k if name == "a" else n)
+        last = access
+    for access in stores:
+        for lane, offset in enumerate(access.offsets):
+            row, col = divmod((results[offset // 16 * 16] + offset % 16) // 2, n)
+            for i in range(access.size // 2):
+                held["c"][row, col + i] = lane, row // 8 % 2
+    return held
+
+
+def _spread(access: Access, origin: Mapping[int, tuple[str, int]], cols: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """ldmatrix: the lane and the register that get the elements of each (row, column)."""
+    held = {}
+    for lane in range(32):
+        for register in range(4):
+            for i in range(2):
+                row, element = lane // 4, lane % 4 * 2 + i
+                if "transposed" in access.line.text:
+                    row, element = element, row
+                _, start = origin[access.offsets[register * 8 + row]]
+                held[divmod(start // 2 + element, cols)] = lane, register
+    return held
 
 
 # ---------------------------------------------------------------------------------------------------------------------
