@@ -645,7 +645,7 @@ def test_rounding_to_tf32(matrices):
 @pytest.mark.parametrize("name", ["copies", "matrices"])
 def test_the_same_kernels_compile_for_gpus(name, tmp_path):
     targets = [flag for architecture in compilers.DEFAULT_ARCHITECTURES for flag in compilers.gencode(architecture)]
-    flags = (*targets, *compilers.nvcc_host(), *check_cuda.STRICT)
+    flags = (*targets, *compilers.nvcc_host(), *check_cuda.STRICT, "-Xptxas=-v")
     unit = build.compile_unit("cuda", name, HERE / f"{name}.cu", tmp_path, compilers.nvcc(), flags)
     found = check_cuda.parse_ptxas(build.make(unit, build.Runner()))
     assert {kernel.architecture for kernel in found} == {"sm_80", "sm_90a"}
