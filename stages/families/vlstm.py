@@ -1,0 +1,302 @@
+"""The vLSTM, which is the mLSTM of xLSTM in its parallel form: attention whose weights are products of gates.
+
+    D[t, j] = log sigmoid(f_{j+1}) + .. + log sigmoid(f_t) + i_j     for j <= t, -infinity for j > t
+    u = s (Q K^T) exp(D)
+    H = u V / max(|sum_j u|, 1)
+
+**Exponents that do not overflow.** With any c_t, u = exp(c) C for C = s (Q K^T) exp(D - c), and H = C V / max(|l|,
+exp(-c)) for l = sum_j C: c leaves the result as it is. The kernels take c = m, the maximum of the row; the reference
+takes max(m, 0), so that exp(-c) is at most 1. `eps` is added to the normaliser of C with c = m, H = C V / (n + eps),
+and so, in terms of u, H = u V / (max(|sum_j u|, 1) + eps exp(m)): with it, and only with it, H depends on m.
+
+**Sums, not differences.** D is often computed as a difference of two long cumulative sums of log sigmoid(f). That
+loses digits as T grows, and a gate that resets, f = -infinity, gives infinity - infinity. Here, and in the kernels, D
+is a sum of the gates that it is made of.
+
+xLSTM: Beck et al., 2024, https://arxiv.org/abs/2405.04517. The parallel form is its appendix A.3.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stages.families import (
+    FLOATING,
+    Work,
+    accumulator,
+    check_fellow,
+    check_tensor,
+    listing,
+    random,
+    shape,
+    unit_roundoff,
+)
+from stages.toolkit import operator
+from stages.toolkit.kernels import Kernels
+
+NAME = "vlstm"
+CALL = "vlstm(q, k, v, i, f, *, eps=0.0, normalizer_gradient=True, input_gate='exp', normalize=True)"
+SIZES = ("B", "N", "T", "Dk", "Dv")
+PROBLEMS = (
+    (1, 2, 128, 64, 64),
+    (2, 3, 70, 33, 65),
+    (1, 1, 200, 5, 130),
+    (1, 1, 1, 1, 1),
+    (1, 2, 3, 0, 5),
+    (2, 1, 0, 4, 4),
+)
+XRAY = (1, 2, 128, 64, 64)
+BENCH = {"cpu": ((1, 2, 256, 64, 64),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
+DTYPES = FLOATING
+INCUMBENT = "the formula in torch, T x T matrices and all"
+
+INPUT_GATES = ("exp", "sigmoid")
+EXP, SIGMOID, BARE = range(3)  # the input gates, as the kernels number them; BARE: a sigmoid, and no normaliser
+
+
+def launch(kernels: Kernels, *arguments: object) -> None:
+    """One launch that needs no other memory: what a stage's kernel is, unless its `stage.py` says otherwise."""
+    kernels.launch(NAME, arguments[0].device, *arguments)
+
+
+def define(
+    name: str, kernels: Kernels, *, launch: Callable = launch, no_gradients: str = "stage 32 has one"
+) -> Callable[..., Tensor]:
+    """Register the operator of a stage and return its public function.
+
+    The operator gives H and what a backward needs besides: n, l and m of each row, in the type of the sums.
+
+    Args:
+        launch: How the stage's kernels are launched, `launch(kernels, q, k, v, i, f, h, n, l, m, scale, eps, gate)`.
+        no_gradients: Where to find a backward.
+    """
+    signature = (
+        "(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float eps=0.0, int gate=0)"
+        " -> (Tensor h, Tensor n, Tensor l, Tensor m)"
+    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 0.0, gate: int = EXP):
+        outputs = allocate(q, k, v, i, f)
+        launch(kernels, q, k, v, i, f, *outputs, scale(q), eps, gate)
+        return outputs
+
+    def backward(ctx, *grads: Tensor):
+        raise NotImplementedError(f"stages::{name} has no backward; {no_gradients}")
+
+    compute = operator.register(name, signature, run, fake=allocate, backward=backward)
+
+    def vlstm(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        i: Tensor,
+        f: Tensor,
+        *,
+        eps: float = 0.0,
+        normalizer_gradient: bool = True,
+        input_gate: str = "exp",
+        normalize: bool = True,
+        initial_state: object = None,
+        return_last_state: bool = False,
+    ) -> Tensor:
+        """The vLSTM (the mLSTM of xLSTM in its parallel form) of each batch and head, summed in float32.
+
+        H[t] is the sum over j <= t of u[t, j] v[j], over max(|sum of u[t, j] over j|, 1), with u[t, j] = q[t] . k[j]
+        / sqrt(Dk) times sigmoid(f[j + 1]) .. sigmoid(f[t]) times exp(i[j]). float64 is summed in float64.
+
+        Args:
+            q: [B, N, T, Dk], float64, float32, float16 or bfloat16, on a CPU or a CUDA device. Any strides; nothing is
+                copied.
+            k: [B, N, T, Dk], of the same dtype and on the same device.
+            v: [B, N, T, Dv], likewise.
+            i: [B, N, T], likewise: the input gate before its exponential. -infinity hides the position.
+            f: [B, N, T], likewise: the forget gate before its sigmoid. -infinity forgets all that came before.
+            eps: Added to the normaliser of the weights as they are once the largest gate product of a row is 1:
+                H = u V / (max(|sum u|, 1) + eps exp(m)), m the largest D of the row; with a sigmoid m is 0. At least 0.
+            normalizer_gradient: The true gradient. False: the normaliser counts as a constant in the backward, which is
+                what some public kernels compute; right only where a norm over the head follows.
+            input_gate: "exp", or "sigmoid", which has sigmoid(i) in place of exp(i).
+            normalize: False with a sigmoid: H = u V, not divided by anything; eps then has no effect.
+            initial_state, return_last_state: Stage 36 knows them.
+
+        Returns:
+            H, [B, N, T, Dv], contiguous, of the same dtype; zeros where Dk is 0 or no gate lets anything through. NaN
+            propagates, to earlier rows of the same tile, too, if it is in v.
+
+        Raises:
+            TypeError: A tensor is none, is not dense, or has another dtype than those above or than its fellows, or an
+                option is of the wrong type.
+            ValueError: A tensor has another number of dimensions, the sizes do not fit each other, the devices differ,
+                eps is negative or not finite, or input_gate is unknown, or is "exp" with normalize=False.
+            NotImplementedError: The stage leaves out what is asked for. The text names the stage that has it.
+            KernelFault: The CPU device caught the kernel doing what it may not.
+
+        Example:
+            >>> import stages, torch
+            >>> q, k, v = (torch.tensor(x)[None, None, :, None] for x in ([1.0, 1.0], [1.0, 4.0], [8.0, 16.0]))
+            >>> i, f = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
+            >>> stages.load("vlstm_forward").vlstm(q, k, v, i, f).flatten()  # then (8 / 2 + 4 * 16) / (1 / 2 + 4)
+            tensor([ 8.0000, 15.1111])
+        """
+        check(q, k, v, i, f, eps, normalizer_gradient, input_gate, normalize)
+        if initial_state is not None or return_last_state:
+            option = "return_last_state=True" if initial_state is None else "initial_state"
+            raise NotImplementedError(f"{CALL}: {name} has no {option}; stage 36 has it: stages.load('36').vlstm")
+        return compute(q, k, v, i, f, eps, gate_number(input_gate, normalize))[0]
+
+    return vlstm
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    eps: float = 0.0,
+    normalizer_gradient: bool = True,
+    input_gate: str = "exp",
+    normalize: bool = True,
+) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the vLSTM of these makes sense."""
+    check_tensor(CALL, "q", q, rank=4)
+    for name, value, rank in (("k", k, 4), ("v", v, 4), ("i", i, 3), ("f", f, 3)):
+        check_fellow(CALL, name, value, "q", q, rank)
+    if k.shape != q.shape:
+        raise ValueError(
+            f"{CALL}: k is {shape(k)} and q is {shape(q)}; allowed: the same shape for both, (B, N, T, Dk)"
+        )
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"{CALL}: v is {shape(v)} and q is {shape(q)}; allowed: the same B, N and T in both")
+    for name, value in (("i", i), ("f", f)):
+        if value.shape != q.shape[:3]:
+            raise ValueError(f"{CALL}: {name} is {shape(value)} and q is {shape(q)}; allowed: (B, N, T), as q has them")
+    if not isinstance(eps, (float, int, torch.SymFloat)) or isinstance(eps, bool):
+        raise TypeError(f"{CALL}: eps must be a real number (float or int), got {type(eps).__name__}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{CALL}: eps is {eps}; allowed: 0 or more, and finite")
+    for name, value in (("normalizer_gradient", normalizer_gradient), ("normalize", normalize)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{CALL}: {name} must be True or False, got {type(value).__name__}")
+    if input_gate not in INPUT_GATES:
+        raise ValueError(f"{CALL}: input_gate is {input_gate!r}; allowed: {listing([repr(g) for g in INPUT_GATES])}")
+    if input_gate == "exp" and not normalize:
+        raise ValueError(
+            f"{CALL}: normalize is False with input_gate='exp', whose weights have no bound; allowed: True, or False "
+            "with input_gate='sigmoid'"
+        )
+
+
+def gate_number(input_gate: str, normalize: bool) -> int:
+    """EXP, SIGMOID or BARE."""
+    return EXP if input_gate == "exp" else SIGMOID if normalize else BARE
+
+
+def scale(q: Tensor) -> float:
+    """1 / sqrt(Dk)."""
+    return max(q.shape[3], 1) ** -0.5
+
+
+def allocate(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 0.0, gate: int = EXP
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """H, [B, N, T, Dv], and n, l and m, [B, N, T], their values still to come."""
+    batch, heads, seq, _ = q.shape
+    h = operator.empty((batch, heads, seq, v.shape[3]), like=q)
+    return h, *(operator.empty((batch, heads, seq), like=q, dtype=accumulator(q.dtype)) for _ in "nlm")
+
+
+def make(
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Normal q, k, v and i, and f around 3: a position is half forgotten after some 14 others."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = tuple(sizes[name] for name in ("B", "N", "T"))
+    q, k, v = (random((*rows, sizes[width]), dtype, generator) for width in ("Dk", "Dk", "Dv"))
+    i, f = (random(rows, dtype, generator) for _ in "if")
+    return q, k, v, i, f + 3
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    eps: float = 0.0,
+    normalizer_gradient: bool = True,
+    input_gate: str = "exp",
+    normalize: bool = True,
+) -> Tensor:
+    """H in float64. Autograd through it gives the gradients, those through the maximum of a row included."""
+    q, k, v, i, f = (x.double() for x in (q, k, v, i, f))
+    return formula(q, k, v, i, f, eps, normalizer_gradient, gate_number(input_gate, normalize))
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float, normalizer_gradient: bool, gate: int
+) -> Tensor:
+    """The formula in torch: gates and sums over weights in float32 at least, products in the tensors' own type."""
+    i, f = (x.to(accumulator(x.dtype)) for x in (i, f))
+    exponents = log_weights(i if gate == EXP else F.logsigmoid(i), f)
+    if gate == EXP and q.shape[2]:
+        m = exponents.amax(3)
+        c = m.detach().clamp(min=0)
+    else:
+        m = c = torch.zeros_like(i)
+    weights = scale(q) * (q @ k.mT) * (exponents - c[..., None]).exp()
+    output = weights.to(v.dtype) @ v
+    if gate == BARE:
+        return output
+    total, one = weights.sum(3).abs(), (-c).exp()
+    n = torch.where(total > one, total, one)
+    if eps:
+        n = n + eps * (m - c).exp()
+    if not normalizer_gradient:
+        n = n.detach()
+    return output / n[..., None].to(output.dtype)
+
+
+def log_weights(i: Tensor, f: Tensor) -> Tensor:
+    """D, [B, N, T, T]: i_j plus the sum of log sigmoid(f_r) over j < r <= t; -infinity for j > t."""
+    seq = f.shape[2]
+    ones = torch.ones(seq, seq, dtype=torch.bool, device=f.device)
+    steps = F.logsigmoid(f)[..., None].where(ones.tril(-1), 0)  # [r, j]: what the step to r does to position j
+    return (steps.cumsum(2) + i[..., None, :]).masked_fill(ones.triu(1), -torch.inf)
+
+
+def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, **options: object) -> dict[str, float]:
+    """How far each result may be from the truth, r = |x - ref| / |ref|."""
+    finer = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+    allowed = {
+        torch.float64: 1e-5 * finer,
+        torch.float32: 1e-5,
+        torch.float16: 1.5e-3,
+        torch.bfloat16: 1e-2,
+    }[dtype]
+    return dict.fromkeys(("output", "q", "k", "v", "i", "f"), allowed)
+
+
+def incumbent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    eps: float = 0.0,
+    normalizer_gradient: bool = True,
+    input_gate: str = "exp",
+    normalize: bool = True,
+) -> Tensor:
+    return formula(q, k, v, i, f, eps, normalizer_gradient, gate_number(input_gate, normalize))
+
+
+def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
+    """A multiplication and an addition for Dk + Dv terms of each pair of a row and a key; each tensor moved once."""
+    batch, heads, seq, dk, dv = (sizes[name] for name in SIZES)
+    pairs = seq * (seq + 1) // 2
+    return Work(2 * batch * heads * pairs * (dk + dv), itemsize * batch * heads * seq * 2 * (dk + dv + 1))
