@@ -136,7 +136,7 @@ def define(
         Example:
             >>> import stages, torch
             >>> q, k, v = (torch.tensor(x)[None, None, :, None] for x in ([1.0, 1.0], [1.0, 4.0], [8.0, 16.0]))
-            >>> i, f = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
+            >>> i, f = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[[0.0, 0.0]]])
             >>> stages.load("vlstm_forward").vlstm(q, k, v, i, f).flatten()  # then (8 / 2 + 4 * 16) / (1 / 2 + 4)
             tensor([ 8.0000, 15.1111])
         """
