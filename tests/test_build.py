@@ -312,7 +312,7 @@ def test_failed_compile_shows_the_compilers_lines(tree):
 
 
 def test_failure_ends_the_other_compilers(tree):
-    slow = tree.tool("slow", before='case "$*" in *binding.cpp*) exec sleep 60;; esac')
+    slow = tree.tool("slow", before='case "$*" in *11_*binding.cpp*) exec sleep 60;; esac')
     tree.write("stages/10_first/kernel.cu", "#error on purpose\n")
     began = time.monotonic()
     failed(tree.setup(STAGES="10,11", CXX=str(slow)), "on purpose")
