@@ -14,6 +14,8 @@ loses digits as T grows, and a gate that resets, f = -infinity, gives infinity -
 is a sum of the gates that it is made of.
 
 xLSTM: Beck et al., 2024, https://arxiv.org/abs/2405.04517. The parallel form is its appendix A.3.
+
+Its stages are still to come; what stands is the reference, which the stored values of other implementations confirm.
 """
 
 from collections.abc import Callable, Mapping
@@ -132,13 +134,6 @@ def define(
                 eps is negative or not finite, or input_gate is unknown, or is "exp" with normalize=False.
             NotImplementedError: The stage leaves out what is asked for. The text names the stage that has it.
             KernelFault: The CPU device caught the kernel doing what it may not.
-
-        Example:
-            >>> import stages, torch
-            >>> q, k, v = (torch.tensor(x)[None, None, :, None] for x in ([1.0, 1.0], [1.0, 4.0], [8.0, 16.0]))
-            >>> i, f = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[[0.0, 0.0]]])
-            >>> stages.load("vlstm_forward").vlstm(q, k, v, i, f).flatten()  # then (8 / 2 + 4 * 16) / (1 / 2 + 4)
-            tensor([ 8.0000, 15.1111])
         """
         check(q, k, v, i, f, eps, normalizer_gradient, input_gate, normalize)
         if initial_state is not None or return_last_state:
