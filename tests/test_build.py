@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.toolkit import check_cuda
+from stages.toolkit import build, check_cuda
 from stages.toolkit.compilers import BuildError, gencode, parse_architectures
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -417,6 +417,21 @@ def test_ctrl_c(tree):
     assert not [path for path in tree.root.rglob(".*") if path.is_file()]  # nothing half-written
     tree.tool("cxx")
     assert tree.use() == 42
+
+
+def test_ctrl_c_before_all_tasks_are_handed_out():
+    runner = build.Runner()
+
+    def tasks():
+        yield lambda: runner.run(["sleep", "61"])
+        while not runner.running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runner.all(tasks(), 1)
+    assert time.monotonic() - began < 30 and not runner.running
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -252,12 +252,13 @@ class Runner:
     def all(self, tasks, threads: int) -> list:
         """Calls functions side by side and gives their results; a failure or Ctrl-C ends everything that runs."""
         with ThreadPoolExecutor(max(threads, 1)) as pool:
-            futures = []
+            whole = False
             try:
-                futures = [pool.submit(task) for task in tasks]
+                futures = [pool.submit(task) for task in tasks]  # Ctrl-C may come here too, with compilers running
                 wait(futures, return_when=FIRST_EXCEPTION)
+                whole = all(future.done() and not future.exception() for future in futures)
             finally:
-                if not all(future.done() and not future.exception() for future in futures):
+                if not whole:
                     self.stop()
         errors = [error for future in futures if (error := future.exception())]
         if errors:
