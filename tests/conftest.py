@@ -5,7 +5,7 @@ import torch
 
 from stages.toolkit import operator
 
-pytest.register_assert_rewrite("stage_cases", "matmul_cases", "qkv_cases")
+pytest.register_assert_rewrite("stage_cases", "matmul_cases", "qkv_cases", "vlstm_cases")
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

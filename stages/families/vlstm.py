@@ -13,9 +13,23 @@ and so, in terms of u, H = u V / (max(|sum_j u|, 1) + eps exp(m)): with it, and 
 loses digits as T grows, and a gate that resets, f = -infinity, gives infinity - infinity. Here, and in the kernels, D
 is a sum of the gates that it is made of.
 
-xLSTM: Beck et al., 2024, https://arxiv.org/abs/2405.04517. The parallel form is its appendix A.3.
+**Gradients by the same kernel.** Write N for the divisor of a row, max(|sum_j u|, 1) + eps exp(m), and M = log N. With
+the gradient G of H and b_t = -(G_t . H_t) sign(sum_j u) where |sum_j u| > 1, else 0,
 
-Its stages are still to come; what stands is the reference, which the stored values of other implementations confirm.
+    H  =    (Q K^T * exp(D - M)) V  s
+    dQ = s ((G V^T + b) * exp(D - M)) K
+    dK = s ((V G^T + b^T) * exp(D - M)^T) Q
+    dV = s  (K Q^T * exp(D - M)^T) G
+
+are products of one form, a causal one and, for dK and dV, its transpose: no step needs Q K^T and G V^T at once, no two
+blocks add to the same number, and results are equal bit for bit on every run. `normalizer_gradient=False` is b = 0.
+
+The gates get their gradients from E = dD = (Q K^T) * (G V^T + b) * exp(D - M) s, and of E only the sums of its rows and
+columns: those are q_t . dq_t and k_j . dk_j, which are there already. di_j = k_j . dk_j, and df_k = sigmoid(-f_k) times
+the sum over t >= k of q_t . dq_t - k_t . dk_t. With eps > 0 the maximum adds x_t = -(G_t . H_t) eps exp(m_t - M_t) to
+the sum of row t and to that of the column in which the maximum is.
+
+xLSTM: Beck et al., 2024, https://arxiv.org/abs/2405.04517. The parallel form is its appendix A.3.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,35 +73,28 @@ EXP, SIGMOID, BARE = range(3)  # the input gates, as the kernels number them; BA
 
 
 def launch(kernels: Kernels, *arguments: object) -> None:
-    """One launch that needs no other memory: what a stage's kernel is, unless its `stage.py` says otherwise."""
+    """The launcher of a stage's module that has the function's name: `vlstm`."""
     kernels.launch(NAME, arguments[0].device, *arguments)
 
 
 def define(
-    name: str, kernels: Kernels, *, launch: Callable = launch, no_gradients: str = "stage 32 has one"
+    name: str, kernels: Kernels, *, launch: Callable = launch, launch_backward: Callable | None = None
 ) -> Callable[..., Tensor]:
     """Register the operator of a stage and return its public function.
 
-    The operator gives H and what a backward needs besides: n, l and m of each row, in the type of the sums.
+    Without a backward the operator gives H. With one it gives the rows too, [2, B, N, T] in the type of the sums: l and
+    m of each row, which the backward takes back; and `stages::<name>_backward` is an operator as well.
 
     Args:
-        launch: How the stage's kernels are launched, `launch(kernels, q, k, v, i, f, h, n, l, m, scale, eps, gate)`.
-        no_gradients: Where to find a backward.
+        launch: How the forward is launched, `launch(kernels, q, k, v, i, f, h, scale, eps, gate)`, with `rows` after
+            h where there is a backward.
+        launch_backward: How the backward is launched, `launch_backward(kernels, dh, q, k, v, i, f, h, rows, dq, dk, dv,
+            di, df, scale, eps, gate, normalizer_gradient)`.
     """
-    signature = (
-        "(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float eps=0.0, int gate=0)"
-        " -> (Tensor h, Tensor n, Tensor l, Tensor m)"
-    )
-
-    def run(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 0.0, gate: int = EXP):
-        outputs = allocate(q, k, v, i, f)
-        launch(kernels, q, k, v, i, f, *outputs, scale(q), eps, gate)
-        return outputs
-
-    def backward(ctx, *grads: Tensor):
-        raise NotImplementedError(f"stages::{name} has no backward; {no_gradients}")
-
-    compute = operator.register(name, signature, run, fake=allocate, backward=backward)
+    if launch_backward:
+        compute = with_backward(name, kernels, launch, launch_backward)
+    else:
+        compute = forward_only(name, kernels, launch)
 
     def vlstm(
         q: Tensor,
@@ -134,14 +141,100 @@ def define(
                 eps is negative or not finite, or input_gate is unknown, or is "exp" with normalize=False.
             NotImplementedError: The stage leaves out what is asked for. The text names the stage that has it.
             KernelFault: The CPU device caught the kernel doing what it may not.
+
+        Example:
+            >>> import stages, torch
+            >>> q, k, v = (torch.tensor(x)[None, None, :, None] for x in ([1.0, 1.0], [1.0, 4.0], [8.0, 16.0]))
+            >>> gate = torch.tensor([[[0.0, 0.0]]])
+            >>> stages.load("vlstm_forward").vlstm(q, k, v, gate, gate).flatten()  # then (8 / 2 + 4 * 16) / (1 / 2 + 4)
+            tensor([ 8.0000, 15.1111])
         """
         check(q, k, v, i, f, eps, normalizer_gradient, input_gate, normalize)
         if initial_state is not None or return_last_state:
             option = "return_last_state=True" if initial_state is None else "initial_state"
             raise NotImplementedError(f"{CALL}: {name} has no {option}; stage 36 has it: stages.load('36').vlstm")
-        return compute(q, k, v, i, f, eps, gate_number(input_gate, normalize))[0]
+        return compute(q, k, v, i, f, eps, gate_number(input_gate, normalize), normalizer_gradient)
 
     return vlstm
+
+
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f"
+OPTIONS = "float eps=0.0, int gate=0, bool normalizer_gradient=True"
+
+
+def forward_only(name: str, kernels: Kernels, launch: Callable) -> Callable[..., Tensor]:
+    """Register an operator that gives H, and whose backward says where there is one."""
+
+    def run(q, k, v, i, f, eps=0.0, gate=EXP, normalizer_gradient=True) -> Tensor:
+        h = operator.empty(v.shape, like=q)
+        launch(kernels, q, k, v, i, f, h, scale(q), eps, gate)
+        return h
+
+    def fake(q, k, v, i, f, eps=0.0, gate=EXP, normalizer_gradient=True) -> Tensor:
+        return operator.empty(v.shape, like=q)
+
+    def backward(ctx, grad: Tensor):
+        raise NotImplementedError(f"stages::{name} has no backward; stage 32 has one: stages.load('32').vlstm")
+
+    return operator.register(name, f"({TENSORS}, {OPTIONS}) -> Tensor", run, fake=fake, backward=backward)
+
+
+def with_backward(name: str, kernels: Kernels, launch: Callable, launch_backward: Callable) -> Callable[..., Tensor]:
+    """Register an operator that gives H and the rows, and its backward as another operator."""
+
+    def run(q, k, v, i, f, eps=0.0, gate=EXP, normalizer_gradient=True) -> tuple[Tensor, Tensor]:
+        h, rows = fake(q, k, v, i, f)
+        launch(kernels, q, k, v, i, f, h, rows, scale(q), eps, gate)
+        return h, rows
+
+    def fake(q, k, v, i, f, eps=0.0, gate=EXP, normalizer_gradient=True) -> tuple[Tensor, Tensor]:
+        sums = accumulator(q.dtype)
+        dtype = None if sums is q.dtype else sums  # to name it costs time
+        return operator.empty(v.shape, like=q), operator.empty((2, *i.shape), like=q, dtype=dtype)
+
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        h, rows = output
+        *tensors, ctx.eps, ctx.gate, ctx.normalizer_gradient = inputs
+        ctx.save_for_backward(*tensors, h, rows)
+        ctx.mark_non_differentiable(rows)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        grads = compute_backward(grad, *ctx.saved_tensors, ctx.eps, ctx.gate, ctx.normalizer_gradient)
+        return *grads, None, None, None
+
+    def run_backward(grad, q, k, v, i, f, h, rows, eps, gate, normalizer_gradient) -> tuple[Tensor, ...]:
+        grads = fake_backward(grad, q, k, v, i, f)
+        launch_backward(
+            kernels, grad, q, k, v, i, f, h, rows, *grads, scale(q), eps, gate, normalizer_gradient and gate != BARE
+        )
+        return grads
+
+    def fake_backward(grad, q, k, v, i, f, *_) -> tuple[Tensor, ...]:
+        return tuple(operator.empty(x.shape, like=x) for x in (q, k, v, i, f))
+
+    def twice(ctx, *grads: Tensor):
+        raise NotImplementedError(f"stages::{name} has no second derivatives: its backward is not differentiable")
+
+    compute_backward = operator.register(
+        f"{name}_backward",
+        f"(Tensor grad, {TENSORS}, Tensor h, Tensor rows, float eps, int gate, bool normalizer_gradient)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        run_backward,
+        fake=fake_backward,
+        backward=twice,
+    )
+    compute = operator.register(
+        name,
+        f"({TENSORS}, {OPTIONS}) -> (Tensor h, Tensor rows)",
+        run,
+        fake=fake,
+        setup_context=setup_context,
+        backward=backward,
+    )
+    return lambda *arguments: compute(*arguments)[0]
 
 
 def check(
@@ -194,15 +287,6 @@ def scale(q: Tensor) -> float:
     return max(q.shape[3], 1) ** -0.5
 
 
-def allocate(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 0.0, gate: int = EXP
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """H, [B, N, T, Dv], and n, l and m, [B, N, T], their values still to come."""
-    batch, heads, seq, _ = q.shape
-    h = operator.empty((batch, heads, seq, v.shape[3]), like=q)
-    return h, *(operator.empty((batch, heads, seq), like=q, dtype=accumulator(q.dtype)) for _ in "nlm")
-
-
 def make(
     sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -246,7 +330,7 @@ def formula(
     output = weights.to(v.dtype) @ v
     if gate == BARE:
         return output
-    total, one = weights.sum(3).abs(), (-c).exp()
+    total, one = weights.sum(3).abs(), (-c).exp().clamp(min=torch.finfo(c.dtype).tiny)  # 0 / 0 would be NaN
     n = torch.where(total > one, total, one)
     if eps:
         n = n + eps * (m - c).exp()
