@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
     }
     __syncthreads();  // the gates are there before anyone adds them up
 
-    // D of the own row, from the last key to the first. What the row does not see is behind infinitely many gates.
+    // D of the own row, added up from the last key to the first; -infinity where the row does not see the key.
     if (own < TILE) {
       Sum local = 0, highest = m;
       for (int key = TILE - 1; key >= 0; --key) {
@@ -171,13 +171,14 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
     UNROLL
     for (int a = 0; a < P::EACH; ++a) {
       const int row = y + P::SIDE_Y * a;
+      const Sum shrink = factor[row], highest = top[row];
       UNROLL
-      for (int c = 0; c < P::EACH; ++c) out[a][c] *= factor[row];
+      for (int c = 0; c < P::EACH; ++c) out[a][c] *= shrink;
       UNROLL
       for (int b = 0; b < KEYS; ++b) {
         Sum& place = s_tile[x + P::SIDE_X * b][row];
-        const Sum d = place;
-        place = d == Sum(-INFINITY) ? 0 : scale * s[a][b] * std::exp(d - top[row]);  // 0 also where s is infinite
+        const Sum d = place, weight = scale * s[a][b] * std::exp(d - highest);
+        place = d == Sum(-INFINITY) ? 0 : weight;  // 0 also where s is infinite or NaN
       }
     }
 
@@ -205,12 +206,12 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   __syncthreads();  // the factors are there before anyone multiplies by them
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
+    const int row = y + P::SIDE_Y * a;
+    const Sum half = top[row], rest = factor[row];
     UNROLL
     for (int c = 0; c < P::EACH; ++c) {
-      const int64_t row = y + P::SIDE_Y * a, col = col0 + x + P::SIDE_X * c;
-      if (row0 + row < seq && col < h.size[3]) {
-        h(batch, head, row0 + row, col) = T(out[a][c] * top[row] * factor[row]);
-      }
+      const int64_t col = col0 + x + P::SIDE_X * c;
+      if (row0 + row < seq && col < h.size[3]) h(batch, head, row0 + row, col) = T(out[a][c] * half * rest);
     }
   }
 }
