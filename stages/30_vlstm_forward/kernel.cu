@@ -1,6 +1,22 @@
 // Stage 30: the vLSTM forward, gates and normaliser fused
 //
-// HEADER
+// Problem   H = u V / max(|sum_j u|, 1) for each batch and head, u = s (Q K^T) exp(D), D[t, j] = log sigmoid(f_{j+1}) + ..
+//           + log sigmoid(f_t) + i_j for j <= t: q, k [T, Dk], v [T, Dv], i, f [T]; any strides.
+// Before    Stage 23, whose weights are 1. exp(D) overflows, D would be T x T words, as S was in stage 20, and what a
+//           row is divided by is known after its last key only.
+// Idea      All three go along with the walk. m is the largest D of a row so far, the weights are s (Q K^T) exp(D - m),
+//           and when a tile raises m to m', what was summed shrinks by exp(m - m'). l is the sum of a row's weights, and
+//           max(|l|, exp(-m)) divides once, at the end. D is added up gate by gate, from the last key of a tile to the
+//           first: a sum and no difference of sums, so that no digits are lost and f = -infinity is a reset.
+// Mapping   block: TILE rows x CHUNK columns of H, the products as in stage 23. What a row has once, D of its keys, m,
+//           l and the divisor, is in the hands of one thread, thread r for row r; all others get it by shared memory.
+// Cost      float32, H = B N heads, n = T / 64, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
+//           stage 23, causal, and for the gates
+//             global load sectors   8 H c n (n + 2) + 4 H c n (n - 1) (n - 2) / 3, the latter between two tiles
+//             shared wavefronts     a step: 640 loads and 16 a warp, 138 stores; a block: 96, 16 a warp, 6
+//             barriers              a step 1, a block 3
+// Limits    The gates between a tile of keys and the rows are added up anew for each pair of tiles: stage 31. While 64
+//           threads add up D, no others multiply. Each chunk of a Dv past CHUNK computes D and S anew. No backward.
 // Run       python -m stages run 30
 
 #include "common/device.h"
@@ -141,10 +157,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   if (own < TILE) log_f[own] = log_gate<Sum>(f, batch, head, row0 + own, false);
   __syncthreads();  // the gates are there before anyone adds them up
   if (own < TILE) {
-    for (int r = 0; r < TILE; ++r) {
-      const Sum step = log_f[r];
-      before += r <= own ? step : 0;
-    }
+    for (int r = 0; r <= own; ++r) before += log_f[r];
   }
   __syncthreads();  // everyone has read before the first step's gates overwrite
 
@@ -161,11 +174,8 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
     // D of the own row, added up from the last key to the first; -infinity where the row does not see the key.
     if (own < TILE) {
       const bool diagonal = key0 == row0;
-      Sum start = 0, local = 0, highest = m;
-      if (!diagonal) {
-        start = before;
-        for (int r = 0; r < TILE; ++r) start += between[r];
-      }
+      Sum start = diagonal ? 0 : before, local = 0, highest = m;
+      for (int r = 0; r < TILE; ++r) start += between[r];
       for (int key = TILE - 1; key >= 0; --key) {
         const bool hidden = diagonal && key > own;
         const Sum step = log_f[key], sum = start + (local + input[key]), d = hidden ? Sum(-INFINITY) : sum;

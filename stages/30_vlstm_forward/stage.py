@@ -30,9 +30,9 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
         store_requests=own,
         store_sectors=own * (32 // across) * max(1, across * itemsize // 32),
         shared_load_wavefronts=steps * warps * (Dk * (each + TILE // across * passes) + TILE * each * (1 + passes))
-        + steps * (2 * TILE * LINE + 2 * square)  # the gates, for each row; D, for its weight, and the weight, for l
+        + steps * (3 * TILE * LINE + 2 * square)  # the gates, for each row; D, for its weight, and the weight, for l
         + (steps + blocks) * warps * 2 * each  # what a row is multiplied by
-        + steps * TILE * LINE,  # the gates of the rows' tile, once, and those between, but on the diagonal
+        + blocks * 32 * LINE * (LINE + 1) // 2,  # the gates of the rows' tile, up to each row
         shared_store_wavefronts=steps * ((pieces + TILE * chunk // 32) * passes + 2 * square)
         + (5 * steps + 3 * blocks) * LINE * passes,
         barriers=steps * (2 * (Dk + TILE) // depth + 1) + blocks * 3,
