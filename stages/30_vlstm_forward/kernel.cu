@@ -1,11 +1,11 @@
 // Stage 30: the vLSTM forward, gates and normaliser fused
 //
-// Problem   H = u V / max(|sum_j u|, 1) for each batch and head, u = s (Q K^T) exp(D), D[t, j] = log sigmoid(f_{j+1}) + ..
-//           + log sigmoid(f_t) + i_j for j <= t: q, k [T, Dk], v [T, Dv], i, f [T]; any strides.
+// Problem   H = u V / max(|sum_j u|, 1) for each batch and head, u = s (Q K^T) exp(D), D[t, j] = log sigmoid(f_{j+1}) +
+//           .. + log sigmoid(f_t) + i_j for j <= t: q, k [T, Dk], v [T, Dv], i, f [T]; any strides.
 // Before    Stage 23, whose weights are 1. exp(D) overflows, D would be T x T words, as S was in stage 20, and what a
 //           row is divided by is known after its last key only.
 // Idea      All three go along with the walk. m is the largest D of a row so far, the weights are s (Q K^T) exp(D - m),
-//           and when a tile raises m to m', what was summed shrinks by exp(m - m'). l is the sum of a row's weights, and
+//           and when a tile raises m to m', what was summed shrinks by exp(m - m'). l is the sum of the weights, and
 //           max(|l|, exp(-m)) divides once, at the end. D is added up gate by gate, from the last key of a tile to the
 //           first: a sum and no difference of sums, so that no digits are lost and f = -infinity is a reset.
 // Mapping   block: TILE rows x CHUNK columns of H, the products as in stage 23. What a row has once, D of its keys, m,

@@ -1,7 +1,7 @@
 // Stage 31: the gate sums carried along instead of recomputed
 //
-// Problem   as in stage 30: H = u V / max(|sum_j u|, 1), u = s (Q K^T) exp(D), D[t, j] = log sigmoid(f_{j+1}) + ..
-//           + log sigmoid(f_t) + i_j for j <= t: q, k [T, Dk], v [T, Dv], i, f [T]; any strides.
+// Problem   as in stage 30: H = u V / max(|sum_j u|, 1), u = s (Q K^T) exp(D), D[t, j] = log sigmoid(f_{j+1}) +
+//           .. + log sigmoid(f_t) + i_j for j <= t: q, k [T, Dk], v [T, Dv], i, f [T]; any strides.
 // Before    Stage 30 walks from the first key to the diagonal, and for each tile of keys adds up all gates from there
 //           to its rows: n (n - 1) (n - 2) / 6 tiles of gates a head, n = T / 64.
 // Idea      Turn round. On the way from the diagonal to the first key, the gates between a tile of keys and the row are
@@ -13,8 +13,8 @@
 //             global load sectors   8 H c n (n + 1)
 //             shared wavefronts     a step: 512 loads and 16 a warp, 136 stores; a block: 16 a warp, 4
 //             barriers              a step 1, a block 1
-// Limits    While 64 threads add up D, no others multiply. Each chunk of a Dv past CHUNK computes D and S anew. Work and
-//           traffic grow with the square of T. No backward: stage 32.
+// Limits    While 64 threads add up D, no others multiply. Each chunk of a Dv past CHUNK computes D and S anew. Work
+//           and traffic grow with the square of T. No backward: stage 32.
 // Run       python -m stages run 31
 
 #include "common/device.h"
