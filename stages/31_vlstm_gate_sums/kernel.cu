@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
 
   Sum out[P::EACH][P::EACH] = {};
   Sum m = gate == EXP ? Sum(LOWEST) : 0, l = 0;  // of the own row; a sigmoid's D is never above 0
-  Sum start = 0;  // the gates between the tile of keys and the own row, this one's included
+  Sum start = 0;  // sum of the gates after the tile of keys, up to and with the own row's
 
   for (int64_t key0 = row0; key0 >= 0; key0 -= TILE) {
     if (own < TILE) {
