@@ -9,7 +9,7 @@ from qkv_cases import SIZES, VIEWS
 from stage_cases import StageCases
 from torch import Tensor
 
-from stages.families import FLOATING, vlstm
+from stages.families import FLOATING, unit_roundoff, vlstm
 from stages.toolkit.report import Report
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("mlstm_*.npz"))
@@ -93,6 +93,20 @@ class VlstmCases(StageCases):
         for options in self.options():
             self.compare(given, **options)
 
+    @pytest.mark.parametrize("value", [40.0, -40.0, 100.0, -100.0, 200.0, -200.0, -torch.inf])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+    def test_extreme_gates_in_other_types(self, dtype, value, device):
+        allowed = 1e-13 if dtype is torch.float64 else unit_roundoff(dtype) + 3e-5
+        for gates in (slice(3, 4), slice(4, 5), slice(3, 5)):  # i, f, both
+            for where in (slice(None), 0, 70, slice(0, None, 7)):
+                given = self.arguments((1, 1, 140, 4, 5), dtype, device)
+                for x in given[gates]:
+                    x[:, :, where] = value
+                for options in self.options(dtype):
+                    output, truth = self.stage.vlstm(*given, **options), vlstm.reference(*given, **options)
+                    lost = (output - truth).abs() < torch.finfo(dtype).tiny  # below it a type has few digits or none
+                    assert error_of_rows(torch.where(lost, truth, output), truth, given, **options) <= allowed
+
     @pytest.mark.parametrize("value", [50.0, 100.0, 200.0])
     def test_a_row_of_zeros_is_zero(self, value, device):
         q, k, v, i, f = self.arguments((1, 1, 70, 4, 5), device=device)
@@ -164,6 +178,16 @@ class VlstmCases(StageCases):
             assert torch.equal(after[:, :, :first], before[:, :, :first])
             assert after[:, :, 80:81].isnan().all() or which == 4 and after[:, :, 80:81].isnan().any()
             assert after[:, :, 81:].isnan().all() or which == 0 and torch.equal(after[:, :, 81:], before[:, :, 81:])
+
+    @pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
+    def test_what_closed_gates_hide_may_be_nan(self, which, device):
+        given = list(self.arguments((1, 1, 140, 5, 7), device=device))
+        given[3][0, 0, 30], given[4][0, 0, 90] = -torch.inf, -torch.inf  # 30 is hidden from all, 0 to 89 from 90 on
+        expected = self.results(given)
+        given[which][0, 0, 30] = given[which][0, 0, 70] = torch.nan
+        for before, after in zip(expected, self.results(given), strict=True):
+            rows = [row for row in range(140) if not (row in (30, 70) if which == 0 else 70 <= row < 90)]
+            assert torch.equal(after[:, :, rows], before[:, :, rows])
 
     def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
         for batch, heads in ((66_000, 1), (3, 22_000)):
