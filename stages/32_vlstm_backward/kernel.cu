@@ -48,7 +48,7 @@ struct Plan {
   static constexpr int THREADS = SIDE_X * SIDE_Y;
   static constexpr int DEPTH = 64 / sizeof(Sum);   // of the pieces in which Dk and keys pass
   static constexpr int LANES = 128 / sizeof(Sum);  // that one wavefront can serve
-  static constexpr int RESIDENT = sizeof(Sum) == 8 ? 2 : CHUNK == 64 ? 6 : 4;  // blocks that registers have to hold
+  static constexpr int RESIDENT = sizeof(Sum) == 8 ? 2 : CHUNK == 64 ? 4 : 3;  // blocks that registers have to hold
 
   // A tile is [along the sum][rows], but it is written by lanes that mostly run along the sum: a row of the tile apart,
   // all in one bank. The padding moves each by the number of banks that the lanes along the rows take up.
@@ -141,7 +141,7 @@ __device__ __forceinline__ void lay_exponents(bool causal, bool diagonal, const 
     const bool seen = !diagonal || (causal ? key <= row : key >= row);
     const bool passed = causal ? seen : seen && !(diagonal && key == row);  // the gate of the query itself is in D
     if (!causal && passed) local += log_f[key];
-    d_tile[key][row] = seen ? row_part + (start + (local + key_part[key])) : Sum(-INFINITY);
+    d_tile[key][row] = seen ? (row_part + key_part[key]) + (start + local) : Sum(-INFINITY);
     if (causal && passed) local += log_f[key];
   }
   start += local;
@@ -200,11 +200,11 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   const bool causal = product == H || product == DQ, dots = product == DQ || product == DK;
 
   // Everything is counted along one grid dimension: y and z of a grid end at 65535, batch x heads and T need not.
-  const int64_t chunks = chunks_of(cols, CHUNK), tiles = ceil_div(seq, TILE);
-  const int64_t chunk = blockIdx.x % chunks, col0 = chunk * CHUNK;
-  const int64_t turn = blockIdx.x / chunks % tiles;
-  const int64_t row0 = (causal ? tiles - 1 - turn : turn) * TILE;  // the longest walks start first
-  const int64_t batch = blockIdx.x / chunks / tiles / heads, head = blockIdx.x / chunks / tiles % heads;
+  const int chunks = int(chunks_of(cols, CHUNK)), tiles = int(ceil_div(seq, TILE));
+  const int chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % tiles;
+  const int64_t col0 = int64_t(chunk) * CHUNK;
+  const int64_t row0 = int64_t(causal ? tiles - 1 - turn : turn) * TILE;  // the longest walks start first
+  const int batch = blockIdx.x / chunks / tiles / int(heads), head = blockIdx.x / chunks / tiles % int(heads);
   const View<const T, 2> x_head = matrix(x, batch, head);
   const View<const T, 2> y_head = matrix(y, batch, head);
   const View<const T, 2> z_head = matrix(z, batch, head);
