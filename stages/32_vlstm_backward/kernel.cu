@@ -28,13 +28,14 @@
 #include "common/view.h"
 
 enum Gate { EXP, SIGMOID, BARE };  // exp(i); sigmoid(i); sigmoid(i) and no normaliser
-enum Product { H, DQ, DK, DV };
+enum Product { H, DQ, DK, DV };    // what the one kernel computes
 
 constexpr int TILE = 64;  // rows of Q in a block, and keys in a step: a square of S fits into static shared memory
-constexpr int WARP = 32;
-constexpr int WARPS = 4;  // of a block that takes a row with each
 
-// m before the first key: lower than any D that counts, and finite, so that D = -infinity has no weight at once.
+constexpr int WARP = 32;
+constexpr int WARPS = 4;  // in a block of which each takes a row
+
+// m before the first key: below any D that counts, and finite, so that D = -infinity has no weight beside it.
 constexpr float LOWEST = -1e30f;
 
 // How a block of T shares out its work. Shared memory holds what sums are made of, already in the sums' type.
@@ -59,10 +60,10 @@ struct Plan {
   using Values = Sum[DEPTH][CHUNK];             // of V, [key][column]
   using Line = Sum[TILE];                       // a word for each row or key
   static_assert(LANES % DEPTH == 0 && LANES % SIDE_X == 0, "a wavefront has to serve all lanes along a sum");
-  static_assert(THREADS >= TILE && TILE >= 2 * SIDE_X, "a thread for each row; two dots of each thread in a square");
+  static_assert(THREADS >= TILE && TILE >= 2 * SIDE_X, "a thread for each row; a square for two dots of each thread");
 };
 
-// The least normaliser of the weights exp(D - m): 0 would make 0 / 0 of a row of zeros.
+// The least normaliser of weights exp(D - m), in the logarithm: 0 would make 0 / 0 of a row of zeros.
 template <typename Sum>
 constexpr Sum LEAST_LOG = sizeof(Sum) == 8 ? -690 : -85;
 
@@ -115,204 +116,198 @@ __device__ __forceinline__ void multiply(Sum (&sum)[P::EACH][J], const Sum (*a)[
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// The logarithm of a gate, exp(x) or sigmoid(x); 0 past the end.
+template <typename Sum, typename T>
+__device__ __forceinline__ Sum log_gate(View<const T, 3> x, int64_t batch, int64_t head, int64_t at, bool exponential) {
+  if (at >= x.size[2]) return 0;
+  const Sum word = Sum(x(batch, head, at));
+  return exponential ? word : log_sigmoid(word);
+}
+
 // How many blocks share the columns: one at least, for the words that a row has once.
 __host__ __device__ inline int64_t chunks_of(int64_t cols, int chunk) { return max(ceil_div(cols, chunk), int64_t(1)); }
 
-// The logarithm of the input gate.
-template <typename Sum>
-__device__ __forceinline__ Sum log_input(Sum i, int gate) {
-  return gate == EXP ? i : log_sigmoid(i);
-}
-
-// D - M of a tile, into the square, by the row's thread. D is a sum of the gates after the key up to and with the row:
-// key by key away from the diagonal, and `start` is what the tiles passed have had. A row of the square is a query and
-// its keys come before it, or it is a key, and the queries come after it.
-template <typename P>
-__device__ __forceinline__ void lay_exponents(bool causal, bool diagonal, const typename P::Line& log_f,
-                                              const typename P::Line& key_part, typename P::Sum row_part,
-                                              typename P::Sum& start, typename P::Square& d_tile) {
-  using Sum = typename P::Sum;
-  const int row = threadIdx.x;
-  if (row >= TILE) return;
-  Sum local = 0;
-  for (int n = 0; n < TILE; ++n) {
-    const int key = causal ? TILE - 1 - n : n;
-    const bool seen = !diagonal || (causal ? key <= row : key >= row);
-    const bool passed = causal ? seen : seen && !(diagonal && key == row);  // the gate of the query itself is in D
-    if (!causal && passed) local += log_f[key];
-    d_tile[key][row] = seen ? (row_part + key_part[key]) + (start + local) : Sum(-INFINITY);
-    if (causal && passed) local += log_f[key];
-  }
-  start += local;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// m, the largest D of each row, as rows[1]; 0 for a sigmoid, whose D is never above 0. Two steps of the recurrence
-// are one of its form: x -> max(x + a, i).
+// m, the largest D of each row, or 0 for a sigmoid, whose D is never above 0. Of two steps of the recurrence, older
+// first, m -> max(m + a, i) and m -> max(m + a', i'), one of its form is made: m -> max(m + a + a', max(i + a', i')).
 // grid (B N), block (WARP)
 template <typename T>
 __global__ void vlstm_maxima(View<const T, 3> i,            // [batch, heads, seq]
                              View<const T, 3> f,            // [batch, heads, seq]
-                             View<Accumulator<T>, 4> rows,  // [2, batch, heads, seq]
+                             View<Accumulator<T>, 4> rows,  // [2, batch, heads, seq]: l, m
                              int gate) {
   using Sum = Accumulator<T>;
   const int lane = threadIdx.x;
   const int64_t seq = i.size[2], batch = blockIdx.x / i.size[1], head = blockIdx.x % i.size[1];
-  Sum before = LOWEST;  // m of the row before the 32 in hand
+  Sum before = LOWEST;  // m of the row before the WARP in hand
   for (int64_t t0 = 0; t0 < seq; t0 += WARP) {
     const int64_t t = t0 + lane;
-    Sum a = t < seq ? log_sigmoid(Sum(f(batch, head, t))) : 0, top = t < seq ? Sum(i(batch, head, t)) : LOWEST;
+    Sum a = log_gate<Sum>(f, batch, head, t, false), m = log_gate<Sum>(i, batch, head, t, true);
     for (int reach = 1; reach < WARP; reach *= 2) {
-      const Sum older_a = __shfl_up_sync(~0u, a, reach), older_top = __shfl_up_sync(~0u, top, reach);
-      if (lane >= reach) top = max(top, older_top + a), a += older_a;
+      const Sum older_a = __shfl_up_sync(~0u, a, reach), older_m = __shfl_up_sync(~0u, m, reach);
+      if (lane >= reach) m = max(older_m + a, m), a += older_a;
     }
-    top = max(top, before + a);
-    before = __shfl_sync(~0u, top, WARP - 1);
-    if (t < seq) rows(1, batch, head, t) = gate == EXP ? max(top, Sum(LOWEST)) : 0;
+    m = max(max(before + a, m), Sum(LOWEST));
+    before = __shfl_sync(~0u, m, WARP - 1);
+    if (t < seq) rows(1, batch, head, t) = gate == EXP ? m : 0;
   }
 }
 
-// s ((X Y^T + b) * exp(D - M)) Z: H, dQ, dK or dV. For H, M is m, and the row is divided at the end.
-// grid (B N * ceil(T / TILE) * chunks of out), block (THREADS)
+// O = s ((Q K^T + b) * exp(D - M)) V. For the gradients of H others are in the places of Q, K, V and O, and for those of
+// k and v a row is a key, and what is called key here is a query. D is [query, key], and b and M are the queries'.
+// grid (B N * ceil(T / TILE) * chunks of O), block (THREADS)
 template <typename T, int CHUNK>
 __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESIDENT)
-    vlstm_product(View<const T, 4> x,             // [batch, heads, seq, ..]: q, dh, v or k
-                  View<const T, 4> y,             // [batch, heads, seq, ..]: k, v, dh or q
-                  View<const T, 4> z,             // [batch, heads, seq, ..]: v, k, q or dh
-                  View<T, 4> out,                 // [batch, heads, seq, ..]: h, dq, dk or dv
-                  View<const T, 4> own,           // [batch, heads, seq, ..]: what out is the gradient of
+    vlstm_product(View<const T, 4> q,             // [batch, heads, seq, Dk]: q, dh, v, k
+                  View<const T, 4> k,             // [batch, heads, seq, Dk]: k, v, dh, q
+                  View<const T, 4> v,             // [batch, heads, seq, Dv]: v, k, q, dh
+                  View<T, 4> o,                   // [batch, heads, seq, Dv]: h, dq, dk, dv
+                  View<const T, 4> own,           // [batch, heads, seq, Dv]: -, q, k, -
                   View<const T, 3> i,             // [batch, heads, seq]
                   View<const T, 3> f,             // [batch, heads, seq]
-                  View<Accumulator<T>, 4> rows,   // [.., batch, heads, seq]: b and M of each query; for H: l and m
-                  View<Accumulator<T>, 5> parts,  // [3, chunks, batch, heads, seq]: dots of rows, keys, whole keys
+                  View<Accumulator<T>, 4> rows,   // [.., batch, heads, seq]: l and m for H, or b and M
+                  View<Accumulator<T>, 5> parts,  // [3, chunks, batch, heads, seq]: sums of E, see vlstm_gates
                   Accumulator<T> scale, Accumulator<T> eps, int gate, int product) {
   using P = Plan<T, CHUNK>;
   using Sum = typename P::Sum;
   constexpr int KEYS = TILE / P::SIDE_X;  // of a thread in a step
-  __shared__ typename P::Piece x_piece, y_piece;
-  __shared__ typename P::Square s_tile;
-  __shared__ typename P::Values z_piece;
-  __shared__ typename P::Line log_f, key_part, bias, last;
+  __shared__ typename P::Piece q_piece, k_piece;
+  __shared__ typename P::Square s_tile;  // first D - M, then the weights
+  __shared__ typename P::Values v_piece;
+  __shared__ typename P::Line log_f, key_part, bias, diagonal, half, rest;
 
-  const int64_t heads = x.size[1], seq = x.size[2], inner = x.size[3], cols = out.size[3];
-  const int across = threadIdx.x % P::SIDE_X, down = threadIdx.x / P::SIDE_X;
+  const int64_t heads = q.size[1], seq = q.size[2];
+  const int64_t inner = max(q.size[3], int64_t(1));  // where Dk is 0, a piece of zeros passes
   const bool causal = product == H || product == DQ, dots = product == DQ || product == DK;
+  const int x = threadIdx.x % P::SIDE_X, y = threadIdx.x / P::SIDE_X;
 
   // Everything is counted along one grid dimension: y and z of a grid end at 65535, batch x heads and T need not.
-  const int chunks = int(chunks_of(cols, CHUNK)), tiles = int(ceil_div(seq, TILE));
+  const int chunks = int(chunks_of(o.size[3], CHUNK)), tiles = int(ceil_div(seq, TILE));
   const int chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % tiles;
   const int64_t col0 = int64_t(chunk) * CHUNK;
   const int64_t row0 = int64_t(causal ? tiles - 1 - turn : turn) * TILE;  // the longest walks start first
   const int batch = blockIdx.x / chunks / tiles / int(heads), head = blockIdx.x / chunks / tiles % int(heads);
-  const View<const T, 2> x_head = matrix(x, batch, head);
-  const View<const T, 2> y_head = matrix(y, batch, head);
-  const View<const T, 2> z_head = matrix(z, batch, head);
+  const View<const T, 2> q_head = matrix(q, batch, head);
+  const View<const T, 2> k_head = matrix(k, batch, head);
+  const View<const T, 2> v_head = matrix(v, batch, head);
 
-  // The row's thread: what D - M has of the row alone, the gates passed, and the sum of its weights.
-  const int row = threadIdx.x;
+  const int row = threadIdx.x;  // whose sums this thread keeps, if it is one of the tile
   const bool has_row = row < TILE && row0 + row < seq;
-  Sum row_part = 0, start = 0, total = 0;
-  if (has_row) row_part = causal ? -rows(1, batch, head, row0 + row) : log_input(Sum(i(batch, head, row0 + row)), gate);
+  Sum row_part = 0, l = 0;  // what D - M has of the row alone; the sum of its weights
+  Sum start = 0;            // the gates of the tiles passed
+  if (has_row && causal) row_part = -rows(1, batch, head, row0 + row);
+  if (has_row && !causal) row_part = log_gate<Sum>(i, batch, head, row0 + row, gate == EXP);
   if (row < TILE) bias[row] = has_row && product == DQ ? rows(0, batch, head, row0 + row) : 0;
 
-  Sum sum[P::EACH][P::EACH] = {};
+  Sum out[P::EACH][P::EACH] = {};
   for (int64_t key0 = row0; key0 >= 0 && key0 < seq; key0 += causal ? -TILE : TILE) {
     if (row < TILE) {
       const int64_t at = key0 + row;
-      log_f[row] = at < seq ? log_sigmoid(Sum(f(batch, head, at))) : 0;
-      key_part[row] = at >= seq ? 0 : causal ? log_input(Sum(i(batch, head, at)), gate) : -rows(1, batch, head, at);
+      log_f[row] = log_gate<Sum>(f, batch, head, at, false);
+      if (causal) key_part[row] = log_gate<Sum>(i, batch, head, at, gate == EXP);
+      else key_part[row] = at < seq ? -rows(1, batch, head, at) : 0;
       if (product == DK) bias[row] = at < seq ? rows(0, batch, head, at) : 0;
     }
     __syncthreads();  // the gates are there before anyone adds them up
-    lay_exponents<P>(causal, key0 == row0, log_f, key_part, row_part, start, s_tile);
+
+    // D - M of the row, away from the diagonal; -infinity where query and key do not see each other. The gate of a
+    // query is part of D, and that of a key is not.
+    if (row < TILE) {
+      Sum local = 0;
+      for (int n = 0; n < TILE; ++n) {
+        const int key = causal ? TILE - 1 - n : n;
+        const bool hidden = key0 == row0 && (causal ? key > row : key < row);
+        const Sum step = hidden ? 0 : log_f[key];
+        if (!causal && !(key0 == row0 && key == row)) local += step;
+        s_tile[key][row] = hidden ? Sum(-INFINITY) : (row_part + key_part[key]) + (start + local);
+        if (causal) local += step;
+      }
+      start += local;
+    }
 
     Sum s[P::EACH][KEYS] = {};
     for (int64_t k0 = 0; k0 < inner; k0 += P::DEPTH) {
-      load_rows<P>(x_head, row0, k0, x_piece);
-      load_rows<P>(y_head, key0, k0, y_piece);
-      __syncthreads();  // both pieces are whole before anyone reads them
-      multiply<P>(s, x_piece, y_piece, P::DEPTH);
+      load_rows<P>(q_head, row0, k0, q_piece);
+      load_rows<P>(k_head, key0, k0, k_piece);
+      __syncthreads();  // both pieces, and before the first ones D, are whole before anyone reads them
+      multiply<P>(s, q_piece, k_piece, P::DEPTH);
       __syncthreads();  // everyone has read before the next pieces overwrite
     }
-    if (inner == 0) __syncthreads();  // the exponents are whole; above, the pieces' barriers have seen to it
-
     UNROLL
     for (int a = 0; a < P::EACH; ++a) {
       UNROLL
       for (int b = 0; b < KEYS; ++b) {
-        const int r = down + P::SIDE_Y * a, key = across + P::SIDE_X * b;
-        const Sum exponent = s_tile[key][r];
-        Sum weight = scale * (s[a][b] + bias[causal ? r : key]) * std::exp(exponent);
-        if (exponent == Sum(-INFINITY)) weight = 0;  // also where s is NaN or infinite
-        if (dots && key0 == row0 && key == r) last[r] = weight, weight = 0;
-        s_tile[key][r] = weight;
+        const int r = y + P::SIDE_Y * a, key = x + P::SIDE_X * b;
+        const Sum d = s_tile[key][r];
+        Sum weight = scale * (s[a][b] + bias[causal ? r : key]) * std::exp(d);
+        if (d == Sum(-INFINITY)) weight = 0;  // also where s is infinite or NaN
+        const bool aside = dots && key0 == row0 && key == r;
+        if (aside) diagonal[r] = weight;
+        s_tile[key][r] = aside ? 0 : weight;
       }
     }
 
     // Only the keys that there are: past them S would be 0 times what q has, and that may be infinite.
     const int keys = int(min(int64_t(TILE), seq - key0));
     for (int j0 = 0; j0 < keys; j0 += P::DEPTH) {
-      const int depth = min(P::DEPTH, keys - j0);
-      load_values<P>(z_head, key0 + j0, col0, z_piece);
+      load_values<P>(v_head, key0 + j0, col0, v_piece);
       __syncthreads();  // the piece, and before the first one the tile of S, is whole
-      if (product == H && row < TILE) {
-        for (int j = 0; j < depth; ++j) total += s_tile[j0 + j][row];
-      }
-      multiply<P>(sum, s_tile + j0, z_piece, depth);
-      __syncthreads();  // everyone has read before the next piece, or the next tile of S, overwrites
+      multiply<P>(out, s_tile + j0, v_piece, min(P::DEPTH, keys - j0));
+      __syncthreads();  // everyone has read before the next piece, or the next tile of D, overwrites
+    }
+    if (product == H && row < TILE) {
+      for (int key = 0; key < TILE; ++key) l += s_tile[key][row];  // until this thread overwrites it
     }
   }
 
+  // H = out / (max(|l|, exp(-m)) + eps), both times exp(m) where m < 0 and exp(-m) would overflow. Two halves of it,
+  // each on its own in the range of the type: a weight of exp(-100) is lost only with the result.
   if (product == H && row < TILE) {
-    // sum / (max(|total|, exp(-m)) + eps), both sides times exp(m) where m < 0 and exp(-m) would overflow. Two halves of
-    // it, each on its own in the range of the type: a weight of exp(-100) is lost only with the result.
-    const Sum m = -row_part, half = std::exp(min(m, Sum(0)) / 2);
+    const Sum m = -row_part, root = std::exp(min(m, Sum(0)) / 2);
     const Sum least = std::exp(max(-max(m, Sum(0)), LEAST_LOG<Sum>));
-    const Sum divisor = max(std::abs(total) * half * half, least) + eps * half * half;
-    last[row] = half * half * (gate == BARE ? 1 : 1 / divisor);
-    if (has_row && chunk == 0) rows(0, batch, head, row0 + row) = total;
+    half[row] = root;
+    rest[row] = gate == BARE ? 1 : root / (max(std::abs(l) * root * root, least) + eps * root * root);
+    if (has_row && chunk == 0) rows(0, batch, head, row0 + row) = l;
   }
-  __syncthreads();  // the last line is whole
-
+  __syncthreads();  // the factors are there before anyone multiplies by them
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
-    const int r = down + P::SIDE_Y * a;
-    Sum dot = 0, diagonal = 0;  // own . out of this thread's columns, without and on the diagonal
+    const int r = y + P::SIDE_Y * a;
+    Sum dot = 0, dot_aside = 0;  // own . o without the diagonal, and what it adds
     UNROLL
     for (int c = 0; c < P::EACH; ++c) {
-      const int64_t col = col0 + across + P::SIDE_X * c;
-      if (row0 + r >= seq || col >= cols) continue;
-      Sum value = sum[a][c];
-      if (product == H) value *= last[r];
+      const int64_t col = col0 + x + P::SIDE_X * c;
+      if (row0 + r >= seq || col >= o.size[3]) continue;
+      Sum value = out[a][c];
+      if (product == H) value = value * half[r] * rest[r];
       if (dots) {
-        const Sum itself = last[r] * Sum(z_head(row0 + r, col)), word = Sum(own(batch, head, row0 + r, col));
+        const Sum word = Sum(own(batch, head, row0 + r, col)), aside = diagonal[r] * Sum(v_head(row0 + r, col));
         dot += word * value;
-        diagonal += word * itself;
-        value += itself;
+        dot_aside += word * aside;
+        value += aside;
       }
-      out(batch, head, row0 + r, col) = T(value);
+      o(batch, head, row0 + r, col) = T(value);
     }
-    if (dots) s_tile[across][r] = dot, s_tile[P::SIDE_X + across][r] = diagonal;
+    if (dots) s_tile[x][r] = dot, s_tile[P::SIDE_X + x][r] = dot_aside;
   }
   if (!dots) return;
 
-  __syncthreads();  // the dots are there before they are added up
+  __syncthreads();  // the dots are there before anyone adds them up
   if (has_row) {
-    Sum dot = 0, diagonal = 0;
-    for (int n = 0; n < P::SIDE_X; ++n) dot += s_tile[n][row], diagonal += s_tile[P::SIDE_X + n][row];
+    Sum dot = 0, dot_aside = 0;
+    for (int n = 0; n < P::SIDE_X; ++n) dot += s_tile[n][row], dot_aside += s_tile[P::SIDE_X + n][row];
     parts(product == DQ ? 0 : 1, chunk, batch, head, row0 + row) = dot;
-    if (product == DK) parts(2, chunk, batch, head, row0 + row) = dot + diagonal;
+    if (product == DK) parts(2, chunk, batch, head, row0 + row) = dot + dot_aside;
   }
 }
 
-// What the gradients need of a row: b, M, and x, the gradient of its maximum.
+// What the gradients need of a row: b, M, and x, the gradient of its maximum. In logarithms, for exp(m) may be anything.
 // grid (ceil(B N T / WARPS)), block (WARP, WARPS)
 template <typename T>
-__global__ void vlstm_rows(View<const T, 4> dh,                       // [batch, heads, seq, Dv]
-                           View<const T, 4> h,                        // [batch, heads, seq, Dv]
-                           View<const Accumulator<T>, 4> rows,        // [2, batch, heads, seq]: l, m
-                           View<Accumulator<T>, 4> lines,             // [3, batch, heads, seq]: b, M, x
+__global__ void vlstm_rows(View<const T, 4> dh,                 // [batch, heads, seq, Dv]
+                           View<const T, 4> h,                  // [batch, heads, seq, Dv]
+                           View<const Accumulator<T>, 4> rows,  // [2, batch, heads, seq]: l, m
+                           View<Accumulator<T>, 4> lines,       // [3, batch, heads, seq]: b, M, x
                            Accumulator<T> log_eps, int gate, bool normalizer_gradient) {
   using Sum = Accumulator<T>;
   const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.y, heads = h.size[1], seq = h.size[2];
@@ -324,80 +319,93 @@ __global__ void vlstm_rows(View<const T, 4> dh,                       // [batch,
   for (int flip = WARP / 2; flip; flip /= 2) dot += __shfl_xor_sync(~0u, dot, flip);
   if (threadIdx.x) return;
 
-  // In logarithms, for exp(m) is anything: |sum u|, the least that the normaliser may be, eps exp(m), and N.
-  const Sum l = rows(0, batch, head, t), m = rows(1, batch, head, t);
-  const Sum sum = m + std::log(std::abs(l)), least = max(m + LEAST_LOG<Sum>, Sum(0)), peak = m + log_eps;
-  const Sum n = max(sum, least) - log_sigmoid(max(sum, least) - peak);
+  const Sum l = rows(0, batch, head, t), m = rows(1, batch, head, t), sum = m + std::log(std::abs(l));  // of |u|
+  const Sum least = max(m + LEAST_LOG<Sum>, Sum(0)), top = max(sum, least), peak = m + log_eps;
+  const Sum n = gate == BARE ? 0 : top - log_sigmoid(top - peak);  // of exp(top) + exp(peak)
   lines(0, batch, head, t) = normalizer_gradient && sum > least ? (l < 0 ? dot : -dot) : 0;
-  lines(1, batch, head, t) = gate == BARE ? 0 : n;
+  lines(1, batch, head, t) = n;
   lines(2, batch, head, t) = normalizer_gradient && gate == EXP ? -dot * std::exp(peak - n) : 0;
 }
 
-// The gradients of the gates: sums from the end.
+// The gradients of the gates, from the sums of E over the rows and columns. df_k = sigmoid(-f_k) times all E[t, j] with
+// t >= k > j: what the rows from k on have more than the columns from k on, or the columns before k more than the rows.
+// Of the two the one with the smaller terms loses fewer digits.
 // grid (B N), block (WARP)
 template <typename T>
-__global__ void vlstm_gates(View<const T, 3> i,                        // [batch, heads, seq]
-                            View<const T, 3> f,                        // [batch, heads, seq]
-                            View<const Accumulator<T>, 4> rows,        // [2, batch, heads, seq]: l, m
-                            View<Accumulator<T>, 4> lines,             // [3, batch, heads, seq]: b, M, x
-                            View<Accumulator<T>, 5> parts,             // [3, chunks, batch, heads, seq]
-                            View<T, 3> di,                             // [batch, heads, seq]
-                            View<T, 3> df,                             // [batch, heads, seq]
+__global__ void vlstm_gates(View<const T, 3> i,                  // [batch, heads, seq]
+                            View<const T, 3> f,                  // [batch, heads, seq]
+                            View<const Accumulator<T>, 4> rows,  // [2, batch, heads, seq]: l, m
+                            View<Accumulator<T>, 4> lines,       // [3, batch, heads, seq]: b, M, x
+                            View<Accumulator<T>, 5> parts,       // [3, chunks, batch, heads, seq]: rows and columns
+                            View<T, 3> di,                       // [batch, heads, seq]     without the diagonal, and
+                            View<T, 3> df,                       // [batch, heads, seq]     columns with it
                             int gate) {
   using Sum = Accumulator<T>;
   const int lane = threadIdx.x;
   const int64_t seq = i.size[2], batch = blockIdx.x / i.size[1], head = blockIdx.x % i.size[1];
-  Sum after = 0, run_after = 0;  // sums from the position after the 32 in hand
+  const auto part = [&](int which, int64_t t) {
+    Sum sum = 0;
+    for (int64_t chunk = 0; t < seq && chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, t);
+    return sum;
+  };
+
+  double all = 0, all_size = 0;  // of the terms; all of them should give 0
+  for (int64_t t = lane; t < seq; t += WARP) {
+    const Sum row = part(0, t), column = part(1, t);
+    all += double(row) - double(column), all_size += std::abs(row) + std::abs(column);
+  }
+  for (int flip = WARP / 2; flip; flip /= 2) {
+    all += __shfl_xor_sync(~0u, all, flip), all_size += __shfl_xor_sync(~0u, all_size, flip);
+  }
+
+  double after = 0, after_size = 0, run_after = 0;  // sums from the position after the WARP in hand
   for (int64_t t0 = (seq - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
     const int64_t t = t0 + lane;
     const bool inside = t < seq;
-    Sum dot[3] = {};  // q . dq and k . dk without the diagonal, k . dk
-    for (int n = 0; n < 3; ++n) {
-      for (int64_t chunk = 0; inside && chunk < parts.size[1]; ++chunk) dot[n] += parts(n, chunk, batch, head, t);
-    }
-    const Sum input = inside ? Sum(i(batch, head, t)) : 0, x = inside ? lines(2, batch, head, t) : 0;
+    const Sum row = part(0, t), column = part(1, t), x = inside ? lines(2, batch, head, t) : 0;
+    const Sum input = log_gate<Sum>(i, batch, head, t, true);
 
-    // The run of rows whose maximum is in one key begins with the row of that key: what comes after is summed up to there.
+    // The maximum of row t is in key t, and a run of rows begins whose maximum is there, or it is where that of the row
+    // before is. In `run` the x of a row and of those after it are summed up, to the end of their run.
     const bool begins = inside && rows(1, batch, head, t) == input;
-    Sum sum = dot[0] - dot[1], run = begins ? 0 : x;
-    bool cut = begins;
+    double sum = double(row) - double(column), size = std::abs(row) + std::abs(column), run = begins ? 0 : x;
+    int open = !begins;
     for (int reach = 1; reach < WARP; reach *= 2) {
-      const Sum next = __shfl_down_sync(~0u, sum, reach), run_next = __shfl_down_sync(~0u, run, reach);
-      const bool cut_next = __shfl_down_sync(~0u, cut, reach);
-      if (lane + reach < WARP) {
-        sum += next;
-        if (!cut) run += run_next;
-        cut |= cut_next;
-      }
+      const double sum_next = __shfl_down_sync(~0u, sum, reach), size_next = __shfl_down_sync(~0u, size, reach);
+      const double run_next = __shfl_down_sync(~0u, run, reach);
+      const int open_next = __shfl_down_sync(~0u, open, reach);
+      if (lane + reach >= WARP) continue;
+      sum += sum_next, size += size_next;
+      if (open) run += run_next, open = open_next;
     }
-    sum += after;
-    if (!cut) run += run_after;
-    const Sum run_next = __shfl_down_sync(~0u, run, 1);
-    const Sum peak = begins ? x + (lane == WARP - 1 ? run_after : run_next) : 0;
-    after = __shfl_sync(~0u, sum, 0);
-    run_after = __shfl_sync(~0u, run, 0);
+    sum += after, size += after_size;
+    if (open) run += run_after;
+    const double run_next = __shfl_down_sync(~0u, run, 1);
+    const double peak = begins ? x + (lane == WARP - 1 ? run_after : run_next) : 0;
+    after = __shfl_sync(~0u, sum, 0), after_size = __shfl_sync(~0u, size, 0), run_after = __shfl_sync(~0u, run, 0);
     if (inside) {
+      const double across = 2 * size > all_size ? sum - all : sum;
       const Sum through = gate == EXP ? 1 : std::exp(log_sigmoid(-input));
-      di(batch, head, t) = T((dot[2] + peak) * through);
-      df(batch, head, t) = T((sum + run) * std::exp(log_sigmoid(-Sum(f(batch, head, t)))));
+      di(batch, head, t) = T((part(2, t) + Sum(peak)) * through);
+      df(batch, head, t) = T(Sum(across + run) * std::exp(log_sigmoid(-Sum(f(batch, head, t)))));
     }
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 template <typename T, int CHUNK, typename... Arguments>
-void start(Stream stream, View<const T, 4> x, View<const T, 4> y, View<const T, 4> z, View<T, 4> out,
+void start(Stream stream, View<const T, 4> q, View<const T, 4> k, View<const T, 4> v, View<T, 4> o,
            Arguments... arguments) {
-  const int64_t blocks = out.size[0] * out.size[1] * ceil_div(out.size[2], TILE) * chunks_of(out.size[3], CHUNK);
-  launch<vlstm_product<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, x, y, z, out, arguments...);
+  const int64_t blocks = o.size[0] * o.size[1] * ceil_div(o.size[2], TILE) * chunks_of(o.size[3], CHUNK);
+  launch<vlstm_product<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, q, k, v, o, arguments...);
 }
 
 template <typename T, typename... Arguments>
-void multiply_views(Stream stream, View<const T, 4> x, View<const T, 4> y, View<const T, 4> z, View<T, 4> out,
-           Arguments... arguments) {
-  constexpr int WIDE = sizeof(T) == 8 ? 64 : 128;  // as wide as out, as far as registers go: float64 has half as many
-  if (out.size[3] > 64) start<T, WIDE>(stream, x, y, z, out, arguments...);
-  else start<T, 64>(stream, x, y, z, out, arguments...);
+void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own, Arguments... arguments) {
+  constexpr int WIDE = sizeof(T) == 8 ? 64 : 128;  // as wide as o, as far as registers go: float64 has half as many
+  const auto launcher = o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...>
+                                       : &start<T, 64, View<const T, 4>, Arguments...>;
+  launcher(stream, q.as<T>(), k.as<T>(), v.as<T>(), o.as<T>(), own.as<T>(), arguments...);
 }
 
 void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4> h, Output<4> rows, double scale,
@@ -405,8 +413,8 @@ void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4>
   dispatch_floating(h.dtype, [&]<typename T>() {
     using Sum = Accumulator<T>;
     launch<vlstm_maxima<T>>({h.size[0] * h.size[1]}, dim3(WARP), 0, stream, i.as<T>(), f.as<T>(), rows.as<Sum>(), gate);
-    multiply_views<T>(stream, q.as<T>(), k.as<T>(), v.as<T>(), h.as<T>(), q.as<T>(), i.as<T>(), f.as<T>(),
-                      rows.as<Sum>(), View<Sum, 5>(), Sum(scale), Sum(eps), gate, H);
+    start_product<T>(stream, q, k, v, h, q, i.as<T>(), f.as<T>(), rows.as<Sum>(), View<Sum, 5>(), Sum(scale), Sum(eps),
+                     gate, int(H));
   });
 }
 
@@ -418,10 +426,9 @@ void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i,
     const int64_t heads = i.size[0] * i.size[1];
     launch<vlstm_rows<T>>({ceil_div(heads * i.size[2], WARPS)}, dim3(WARP, WARPS), 0, stream, dh.as<T>(), h.as<T>(),
                           rows.as<Sum>(), lines.as<Sum>(), Sum(std::log(eps)), gate, normalizer_gradient);
-    const auto gradient = [&](Product product, auto x, auto y, auto z, auto out, auto own) {
-      multiply_views<T>(stream, x.template as<T>(), y.template as<T>(), z.template as<T>(), out.template as<T>(),
-                        own.template as<T>(), i.as<T>(), f.as<T>(), lines.as<Sum>(), parts.as<Sum>(), Sum(scale),
-                        Sum(eps), gate, product);
+    const auto gradient = [&](Product product, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own) {
+      start_product<T>(stream, q, k, v, o, own, i.as<T>(), f.as<T>(), lines.as<Sum>(), parts.as<Sum>(), Sum(scale),
+                       Sum(eps), gate, int(product));
     };
     gradient(DQ, dh, v, k, dq, q);
     gradient(DK, v, dh, q, dk, k);
