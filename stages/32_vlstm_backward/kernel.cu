@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   const View<const T, 2> v_head = matrix(v, batch, head);
 
   const int row = threadIdx.x;  // whose sums this thread keeps, if it is one of the tile
-  const bool has_row = row < TILE && row0 + row < seq;
+  const bool has_row = row < min(int64_t(TILE), seq - row0);
   Sum row_part = 0, l = 0;  // what D - M has of the row alone; the sum of its weights
   Sum start = 0;            // the gates of the tiles passed
   if (has_row && causal) row_part = -rows(1, batch, head, row0 + row);
@@ -241,9 +241,8 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
         const Sum d = s_tile[key][r];
         Sum weight = scale * (s[a][b] + bias[causal ? r : key]) * std::exp(d);
         if (d == Sum(-INFINITY)) weight = 0;  // also where s is infinite or NaN
-        const bool aside = dots && key0 == row0 && key == r;
-        if (aside) diagonal[r] = weight;
-        s_tile[key][r] = aside ? 0 : weight;
+        if (dots && key0 == row0 && key == r) diagonal[r] = weight, weight = 0;
+        s_tile[key][r] = weight;
       }
     }
 
