@@ -143,7 +143,7 @@ __global__ void vlstm_maxima(View<const T, 3> i,            // [batch, heads, se
   for (int64_t t0 = 0; t0 < seq; t0 += WARP) {
     const int64_t t = t0 + lane;
     Sum a = log_gate<Sum>(f, batch, head, t, false), m = log_gate<Sum>(i, batch, head, t, true);
-    for (int reach = 1; reach < WARP; reach *= 2) {
+    for (int reach = 1; reach != WARP; reach *= 2) {
       const Sum older_a = __shfl_up_sync(~0u, a, reach), older_m = __shfl_up_sync(~0u, m, reach);
       if (lane >= reach) m = max(older_m + a, m), a += older_a;
     }
@@ -200,7 +200,9 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   if (row < TILE) bias[row] = has_row && product == DQ ? rows(0, batch, head, row0 + row) : 0;
 
   Sum out[P::EACH][P::EACH] = {};
-  for (int64_t key0 = row0; key0 >= 0 && key0 < seq; key0 += causal ? -TILE : TILE) {
+  const int64_t steps = causal ? row0 / TILE + 1 : tiles - row0 / TILE;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t key0 = row0 + (causal ? -step : step) * TILE;
     if (row < TILE) {
       const int64_t at = key0 + row;
       log_f[row] = log_gate<Sum>(f, batch, head, at, false);
@@ -216,11 +218,11 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
       Sum local = 0;
       for (int n = 0; n < TILE; ++n) {
         const int key = causal ? TILE - 1 - n : n;
-        const bool hidden = key0 == row0 && (causal ? key > row : key < row);
-        const Sum step = hidden ? 0 : log_f[key];
-        if (!causal && !(key0 == row0 && key == row)) local += step;
-        s_tile[key][row] = hidden ? Sum(-INFINITY) : (row_part + key_part[key]) + (start + local);
-        if (causal) local += step;
+        const bool cut = step == 0, hidden = cut && (causal ? key > row : key < row);
+        const Sum gate_of_key = log_f[key], both = row_part + key_part[key];
+        if (!causal) local += hidden || (cut && key == row) ? 0 : gate_of_key;
+        s_tile[key][row] = hidden ? Sum(-INFINITY) : both + (start + local);
+        if (causal) local += hidden ? 0 : gate_of_key;
       }
       start += local;
     }
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
         const Sum d = s_tile[key][r];
         Sum weight = scale * (s[a][b] + bias[causal ? r : key]) * std::exp(d);
         if (d == Sum(-INFINITY)) weight = 0;  // also where s is infinite or NaN
-        if (dots && key0 == row0 && key == r) diagonal[r] = weight, weight = 0;
+        if (dots && step == 0 && key == r) diagonal[r] = weight, weight = 0;
         s_tile[key][r] = weight;
       }
     }
@@ -272,15 +274,15 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
     const int r = y + P::SIDE_Y * a;
+    const Sum first = product == H ? half[r] : 1, second = product == H ? rest[r] : 1, alone = dots ? diagonal[r] : 0;
     Sum dot = 0, dot_aside = 0;  // own . o without the diagonal, and what it adds
     UNROLL
     for (int c = 0; c < P::EACH; ++c) {
       const int64_t col = col0 + x + P::SIDE_X * c;
       if (row0 + r >= seq || col >= o.size[3]) continue;
-      Sum value = out[a][c];
-      if (product == H) value = value * half[r] * rest[r];
+      Sum value = out[a][c] * first * second;
       if (dots) {
-        const Sum word = Sum(own(batch, head, row0 + r, col)), aside = diagonal[r] * Sum(v_head(row0 + r, col));
+        const Sum word = Sum(own(batch, head, row0 + r, col)), aside = alone * Sum(v_head(row0 + r, col));
         dot += word * value;
         dot_aside += word * aside;
         value += aside;
@@ -321,14 +323,14 @@ __global__ void vlstm_rows(View<const T, 4> dh,                 // [batch, heads
   const Sum l = rows(0, batch, head, t), m = rows(1, batch, head, t), sum = m + std::log(std::abs(l));  // of |u|
   const Sum least = max(m + LEAST_LOG<Sum>, Sum(0)), top = max(sum, least), peak = m + log_eps;
   const Sum n = gate == BARE ? 0 : top - log_sigmoid(top - peak);  // of exp(top) + exp(peak)
-  lines(0, batch, head, t) = normalizer_gradient && sum > least ? (l < 0 ? dot : -dot) : 0;
+  lines(0, batch, head, t) = normalizer_gradient && top != least ? -dot * std::copysign(Sum(1), l) : 0;
   lines(1, batch, head, t) = n;
   lines(2, batch, head, t) = normalizer_gradient && gate == EXP ? -dot * std::exp(peak - n) : 0;
 }
 
 // The gradients of the gates, from the sums of E over the rows and columns. df_k = sigmoid(-f_k) times all E[t, j] with
-// t >= k > j: what the rows from k on have more than the columns from k on, or the columns before k more than the rows.
-// Of the two the one with the smaller terms loses fewer digits.
+// t >= k > j: what the rows from k on have more than the columns from k on. All rows have as much as all columns; what
+// rounding has made of that is taken off, from each sum in proportion to the size of its terms.
 // grid (B N), block (WARP)
 template <typename T>
 __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, heads, seq]
@@ -344,11 +346,11 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
   const int64_t seq = i.size[2], batch = blockIdx.x / i.size[1], head = blockIdx.x % i.size[1];
   const auto part = [&](int which, int64_t t) {
     Sum sum = 0;
-    for (int64_t chunk = 0; t < seq && chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, t);
+    for (int64_t chunk = 0; chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, t);
     return sum;
   };
 
-  double all = 0, all_size = 0;  // of the terms; all of them should give 0
+  double all = 0, all_size = 0;  // of the terms, and of the terms without their signs
   for (int64_t t = lane; t < seq; t += WARP) {
     const Sum row = part(0, t), column = part(1, t);
     all += double(row) - double(column), all_size += std::abs(row) + std::abs(column);
@@ -361,7 +363,8 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
   for (int64_t t0 = (seq - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
     const int64_t t = t0 + lane;
     const bool inside = t < seq;
-    const Sum row = part(0, t), column = part(1, t), x = inside ? lines(2, batch, head, t) : 0;
+    const Sum row = inside ? part(0, t) : 0, column = inside ? part(1, t) : 0,
+              x = inside ? lines(2, batch, head, t) : 0;
     const Sum input = log_gate<Sum>(i, batch, head, t, true);
 
     // The maximum of row t is in key t, and a run of rows begins whose maximum is there, or it is where that of the row
@@ -369,7 +372,7 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
     const bool begins = inside && rows(1, batch, head, t) == input;
     double sum = double(row) - double(column), size = std::abs(row) + std::abs(column), run = begins ? 0 : x;
     int open = !begins;
-    for (int reach = 1; reach < WARP; reach *= 2) {
+    for (int reach = 1; reach != WARP; reach *= 2) {
       const double sum_next = __shfl_down_sync(~0u, sum, reach), size_next = __shfl_down_sync(~0u, size, reach);
       const double run_next = __shfl_down_sync(~0u, run, reach);
       const int open_next = __shfl_down_sync(~0u, open, reach);
@@ -383,7 +386,7 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
     const double peak = begins ? x + (lane == WARP - 1 ? run_after : run_next) : 0;
     after = __shfl_sync(~0u, sum, 0), after_size = __shfl_sync(~0u, size, 0), run_after = __shfl_sync(~0u, run, 0);
     if (inside) {
-      const double across = 2 * size > all_size ? sum - all : sum;
+      const double across = sum - all * (size / max(all_size, 1e-300));
       const Sum through = gate == EXP ? 1 : std::exp(log_sigmoid(-input));
       di(batch, head, t) = T((part(2, t) + Sum(peak)) * through);
       df(batch, head, t) = T(Sum(across + run) * std::exp(log_sigmoid(-Sum(f(batch, head, t)))));
@@ -400,10 +403,11 @@ void start(Stream stream, View<const T, 4> q, View<const T, 4> k, View<const T, 
 }
 
 template <typename T, typename... Arguments>
-void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own, Arguments... arguments) {
+void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own,
+                   Arguments... arguments) {
   constexpr int WIDE = sizeof(T) == 8 ? 64 : 128;  // as wide as o, as far as registers go: float64 has half as many
-  const auto launcher = o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...>
-                                       : &start<T, 64, View<const T, 4>, Arguments...>;
+  const auto launcher =
+      o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...> : &start<T, 64, View<const T, 4>, Arguments...>;
   launcher(stream, q.as<T>(), k.as<T>(), v.as<T>(), o.as<T>(), own.as<T>(), arguments...);
 }
 
