@@ -1,24 +1,25 @@
 // Stage 32: the gradients of the vLSTM, by the kernel of its forward
 //
-// Problem   H of stage 31, and from the gradient G of H those of q, k, v, i and f, true ones: the normaliser, and with
-//           eps the maximum of the row, are not constants. normalizer_gradient=False: they are.
-// Before    Stage 31 finds m on its walk and shrinks what was summed. It keeps nothing, and autograd through the formula
-//           keeps some five matrices of T x T words.
-// Idea      With N = max(|sum u|, 1) + eps exp(m) for each row, M = log N and b = -(G . H) sign(sum u) where |sum u| > 1:
+// Problem   H as in stage 31, and from its gradient G those of q, k, v, i and f: through the normaliser and, with eps,
+//           through the maximum of the row as well. normalizer_gradient=False: as if both were constants.
+// Before    Stage 31 keeps none of its weights. Autograd through the formula keeps T x T words, several times.
+// Idea      N = max(|sum u|, 1) + eps exp(m), M = log N, and b = -(G . H) sign(sum u) where |sum u| > 1, else 0:
 //             H = s (Q K^T exp(D - M)) V             dQ = s ((G V^T + b) exp(D - M)) K
 //             dK = s ((V G^T + b) exp(D - M)^T) Q    dV = s (K Q^T exp(D - M)^T) G
-//           One kernel, four times. H takes m for M and divides at the end; m needs gates alone, m_t = max(m_{t-1} +
-//           log sigmoid(f_t), i_t), and so comes first. The gates need sums of E = dD over rows and columns: q_t . dq_t
-//           and k_j . dk_j. di_j = k_j . dk_j, df_k = sigmoid(-f_k) sum_{t >= k} (q_t . dq_t - k_t . dk_t). E[t, t] is
-//           in both: they are taken before the diagonal is added, or it would hide the rest where little is kept.
-//           The maximum of row t sits in key t where m_t = i_t, and else in the key of row t - 1: what eps exp(m) gives
-//           is a sum over a run of rows. Where two keys tie, the later one gets all.
-// Mapping   product: as in stage 31, a block: TILE rows x CHUNK columns, the walk starts at the diagonal; rows are keys,
-//           keys are queries, and the walk goes up, for dK and dV. rows: a warp a row. maxima, gates: a warp a head.
-// Cost      float32, H = B N heads, T of 64, Dk, Dv = 64 or of 128.
-//             TODO
-// Limits    Q K^T and G V^T are computed twice each. The scans have a warp for each head. Without tensor cores.
-//           Products of weights far above 1 (a sum that cancels) are as exact as the gates' sums are.
+//           One kernel, four times. H takes m for M and divides at the end; m_t = max(m_{t-1} + log sigmoid(f_t), i_t)
+//           comes of the gates alone, before. With E = dD, di_j is the sum of column j of E, which is k_j . dk_j,
+//           and df_k / sigmoid(-f_k) the sum of all rows t >= k, q_t . dq_t, less that of their columns. E[t, t] is in
+//           both: it is left out, lest it hide the rest. The maximum of row t is in key t where m_t = i_t, else where
+//           that of the row before is (at a tie the later key has it): what eps gives is a sum over a run of rows.
+// Mapping   product: as in stage 31; for dK and dV rows are keys, from the diagonal on to the last query. maxima and
+//           gates: a warp for each head. rows: a warp for each row. No atomics: equal bit for bit on every run.
+// Cost      float32, H = B N heads, n = T / 64, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
+//           the forward: stage 23, causal, and for the gates (the backward: backward_cost in stage.py)
+//             global load sectors   8 H c n (n + 1) + 8 H n (c + 2), store sectors 16 H n
+//             shared wavefronts     a step: 640 loads, 132 stores; a block: 16 loads a warp, 6 stores
+//             barriers              a step 1, a block 1
+// Limits    Q K^T and G V^T are computed twice for the gradients: six products, five would do. In 16 bits b takes
+//           H as it is rounded. df has the digits of the sums' terms, and those may cancel. No tensor cores: stage 33.
 // Run       python -m stages run 32
 
 #include "common/device.h"
@@ -153,8 +154,8 @@ __global__ void vlstm_maxima(View<const T, 3> i,            // [batch, heads, se
   }
 }
 
-// O = s ((Q K^T + b) * exp(D - M)) V. For the gradients of H others are in the places of Q, K, V and O, and for those of
-// k and v a row is a key, and what is called key here is a query. D is [query, key], and b and M are the queries'.
+// O = s ((Q K^T + b) * exp(D - M)) V. For the gradients others are in the places of Q, K, V and O, and for those of k
+// and v a row is a key, and what is called key here is a query. D is [query, key], and b and M are the queries'.
 // grid (B N * ceil(T / TILE) * chunks of O), block (THREADS)
 template <typename T, int CHUNK>
 __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESIDENT)
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   }
 }
 
-// What the gradients need of a row: b, M, and x, the gradient of its maximum. In logarithms, for exp(m) may be anything.
+// What the gradients need of a row: b, M, and x, the gradient of its maximum; in logarithms, exp(m) may be anything.
 // grid (ceil(B N T / WARPS)), block (WARP, WARPS)
 template <typename T>
 __global__ void vlstm_rows(View<const T, 4> dh,                 // [batch, heads, seq, Dv]

@@ -52,6 +52,7 @@ def product(of: str, B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) ->
     pieces = TILE * Dk * 2 // 32  # requests for a tile of Q and one of K
     values = B * N * tiles * (tiles + 1) // 2 * (TILE * Dv // 32)  # those for V: no more than there are columns
     square = TILE * TILE // 32  # requests for a tile of D, or of weights
+    squares = passes + (1 if causal else passes) + (passes if of == "h" else 0)  # that are read: D, b, weights for l
     gates = LINE * (2 * steps if causal else steps + blocks)  # words of i and f
     words = LINE * ((blocks if causal else steps) * (1 + b))  # and of M or m, and b
     result = B * N * T * Dv // 32  # requests that store the result, 32 / across rows each
@@ -64,7 +65,7 @@ def product(of: str, B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int) ->
         store_requests=result + left,
         store_sectors=result * pieces_of_rows + left * sums,
         shared_load_wavefronts=steps * warps * (Dk * (each + TILE // across * passes) + TILE * each * (1 + passes))
-        + steps * (2 * TILE * LINE + square * (passes + (1 if causal else passes) + (of == "h") * passes))  # gates; D, b, and for l
+        + steps * (2 * TILE * LINE + square * squares)
         + blocks * (factors * warps * each + 2 * dots * across * LINE * passes),
         shared_store_wavefronts=steps * (pieces + TILE * chunk // 32 + 2 * square) * passes
         + ((3 if of == "dk" else 2) * steps + (3 if of == "h" else 1) * blocks) * LINE * passes
