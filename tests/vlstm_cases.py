@@ -11,8 +11,9 @@ from stage_cases import StageCases, free_gpu_memory
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from stages.families import FLOATING, vlstm
+from stages.families import FLOATING, unit_roundoff, vlstm
 from stages.toolkit import operator, xray
+from stages.toolkit.report import Report
 from stages.toolkit.verify import relative_error, verify
 
 NAMES = ("q", "k", "v", "i", "f")
@@ -53,6 +54,11 @@ def error_of_rows(output: Tensor, truth: Tensor, arguments: list[Tensor], **opti
     return ((output.double() - truth).abs() / (unit + 1e-32)).max().item()  # below 1e-37 float32 has no digits
 
 
+def requests(report: Report, name: str) -> int:
+    """The requests of a report that load from or store to a tensor."""
+    return sum(site.requests for site in report.sites if site.name == name and site.space == "global")
+
+
 class VlstmCases(StageCases):
     odd = (2, 3, 70, 17, 35)
     small = (1, 2, 3, 2, 2)
@@ -91,6 +97,20 @@ class VlstmCases(StageCases):
             x[:, :, where] = value
         for options in self.options():
             self.compare(given, **options)
+
+    @pytest.mark.parametrize("value", [40.0, -40.0, 100.0, -100.0, 200.0, -200.0, -torch.inf])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+    def test_extreme_gates_in_other_types(self, dtype, value, device):
+        allowed = 1e-13 if dtype is torch.float64 else unit_roundoff(dtype) + 3e-5
+        for gates in (slice(3, 4), slice(4, 5), slice(3, 5)):  # i, f, both
+            for where in (slice(None), 0, 70, slice(0, None, 7)):
+                given = self.arguments((1, 1, 140, 4, 5), dtype, device)
+                for x in given[gates]:
+                    x[:, :, where] = value
+                for options in self.options(dtype):
+                    output, truth = self.stage.vlstm(*given, **options), vlstm.reference(*given, **options)
+                    lost = (output - truth).abs() < torch.finfo(dtype).tiny  # below it a type has few digits or none
+                    assert error_of_rows(torch.where(lost, truth, output), truth, given, **options) <= allowed
 
     @pytest.mark.parametrize("value", [50.0, 100.0, 200.0])
     def test_a_row_of_zeros_is_zero(self, value, device):
@@ -164,6 +184,16 @@ class VlstmCases(StageCases):
             assert after[:, :, 80:81].isnan().all() or which == 4 and after[:, :, 80:81].isnan().any()
             assert after[:, :, 81:].isnan().all() or which == 0 and torch.equal(after[:, :, 81:], before[:, :, 81:])
 
+    @pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
+    def test_what_closed_gates_hide_may_be_nan(self, which, device):
+        given = list(self.arguments((1, 1, 140, 5, 7), device=device))
+        given[3][0, 0, 30], given[4][0, 0, 90] = -torch.inf, -torch.inf  # 30 is hidden from all, 0 to 89 from 90 on
+        expected = self.results(given)
+        given[which][0, 0, 30] = given[which][0, 0, 70] = torch.nan
+        for before, after in zip(expected, self.results(given), strict=True):
+            rows = [row for row in range(140) if not (row in (30, 70) if which == 0 else 70 <= row < 90)]
+            assert torch.equal(after[:, :, rows], before[:, :, rows])
+
     def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
         for batch, heads in ((66_000, 1), (3, 22_000)):
             x = torch.ones(1, 1, 1, 1, device=device).expand(batch, heads, 1, 1)
@@ -208,6 +238,21 @@ class VlstmCases(StageCases):
                 self.stage.vlstm(*given, **options)
 
 
+class ForwardCases(VlstmCases):
+    """Of a stage that has no backward."""
+
+    def test_there_is_no_backward_and_it_says_who_has_one(self):
+        arguments = self.arguments(self.small, requires_grad=True)
+        with pytest.raises(NotImplementedError, match=f"{self.stage.operator} has no backward; stage 32 has one"):
+            self.stage.vlstm(*arguments).sum().backward()
+
+    def test_there_are_no_states_and_it_says_who_has_them(self):
+        arguments = self.arguments(self.small)
+        for options in ({"initial_state": ()}, {"return_last_state": True}):
+            with pytest.raises(NotImplementedError, match=f"no {next(iter(options))}.*; stage 36 has it"):
+                self.stage.vlstm(*arguments, **options)
+
+
 def gradients(function, arguments: list[Tensor], grad: Tensor, **options) -> list[Tensor]:
     """The output of a function of q, k, v, i and f, and the gradients of all five."""
     given = [x.detach().requires_grad_() for x in arguments]
@@ -229,11 +274,12 @@ def units_of_gradients(arguments: list[Tensor], grad: Tensor, **options) -> list
     q, k, v, i, f = (x.double() for x in arguments)
     gate = vlstm.gate_number(options.get("input_gate", "exp"), options.get("normalize", True))
     exponents = vlstm.log_weights(i if gate == vlstm.EXP else torch.nn.functional.logsigmoid(i), f)
-    c = exponents.amax(3).clamp(min=0)
+    m = exponents.amax(3) if gate == vlstm.EXP else torch.zeros_like(i)
+    c = m.clamp(min=0)
     scaled = (exponents - c[..., None]).exp()
     weights = vlstm.scale(q) * (q @ k.mT) * scaled
     n = torch.ones_like(c) if gate == vlstm.BARE else torch.maximum(weights.sum(3).abs(), (-c).exp())
-    n = n + options.get("eps", 0) * (exponents.amax(3).clamp(min=-1e300) - c).exp() * (gate != vlstm.BARE)
+    n = n + options.get("eps", 0) * (m - c).exp() * (gate != vlstm.BARE)
     amplified = (weights.abs().sum(3) / n).clamp(min=1)[..., None]
     g, h = grad.double().abs(), (weights / n[..., None]).abs() @ v.abs()
     q, k, v = (x.abs() for x in (q, k, v))
