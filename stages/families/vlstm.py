@@ -251,16 +251,20 @@ def check(
 ) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the vLSTM of these makes sense."""
     check_tensor(CALL, "q", q, rank=4)
-    for name, value, rank in (("k", k, 4), ("v", v, 4), ("i", i, 3), ("f", f, 3)):
-        check_fellow(CALL, name, value, "q", q, rank)
-    if k.shape != q.shape:
+    check_fellow(CALL, "k", k, "q", q, 4)
+    check_fellow(CALL, "v", v, "q", q, 4)
+    check_fellow(CALL, "i", i, "q", q, 3)
+    check_fellow(CALL, "f", f, "q", q, 3)
+    whole = q.shape
+    rows = whole[:3]
+    if k.shape != whole:
         raise ValueError(
             f"{CALL}: k is {shape(k)} and q is {shape(q)}; allowed: the same shape for both, (B, N, T, Dk)"
         )
-    if v.shape[:3] != q.shape[:3]:
+    if v.shape[:3] != rows:
         raise ValueError(f"{CALL}: v is {shape(v)} and q is {shape(q)}; allowed: the same B, N and T in both")
     for name, value in (("i", i), ("f", f)):
-        if value.shape != q.shape[:3]:
+        if value.shape != rows:
             raise ValueError(f"{CALL}: {name} is {shape(value)} and q is {shape(q)}; allowed: (B, N, T), as q has them")
     if not isinstance(eps, (float, int, torch.SymFloat)) or isinstance(eps, bool):
         raise TypeError(f"{CALL}: eps must be a real number (float or int), got {type(eps).__name__}")

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     what = "Output and gradients" if stage.gradients else "Output (no backward)"
     print(f"{what} on {where} against float64; error and allowed error are |x - ref| / |ref|")
     results = []
-    rows = []
+    tables: dict[str, list[tuple[str, ...]]] = {}  # by options
     for sizes in problems:
         for dtype, option in ((d, option) for d in dtypes for option in stage.options(d)):
             found = verify.verify(stage, sizes, dtype, where, options=option)
@@ -101,10 +101,12 @@ def run(options: argparse.Namespace) -> int:
                 shown += [max(found[1:], key=lambda r: r.error / r.tolerance if r.error == r.error else float("inf"))]
             figures = [f"{number:.1e}" for r in shown for number in (r.error, r.tolerance)]
             verdict = "ok" if all(r.ok for r in found) else "WRONG"
-            rows.append((_sizes(sizes.values()), _dtype_name(dtype), *figures, _options(option), verdict))
+            row = (_sizes(sizes.values()), _dtype_name(dtype), *figures, verdict)
+            tables.setdefault(_options(option), []).append(row)
     figures = ("output", "allowed", "worst gradient", "allowed")[: 4 if stage.gradients else 2]
-    header = (_sizes(stage.family.SIZES), "dtype", *figures, "", "")
-    print(render.table(header, rows, "<<" + ">" * len(figures) + "<<"))
+    header = (_sizes(stage.family.SIZES), "dtype", *figures, "")
+    for title, rows in tables.items():
+        print((f"\n{title}\n" if title else "") + render.table(header, rows, "<<" + ">" * len(figures) + "<"))
     wrong = [r for r in results if not r.ok]
     for r in wrong:
         problem = ", ".join(filter(None, (str(r.sizes), _dtype_name(r.dtype), _options(r.options))))
