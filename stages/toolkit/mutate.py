@@ -8,9 +8,9 @@ of no consequence, `stage.py` says so and why, by the name that the table gives 
 
     EQUIVALENT = {"if (x < N) y(x) = 0;  [x < N -> x <= N]": "y has a place more than it needs"}
 
-To try all mutants of all stages takes hours. So `mutate --record` writes down, in `stages/measured/mutants.json`, of
-which kernel it has tried all and how many were caught. A test sees that this is the kernel that stands there, comments
-aside, and tries some of its mutants again.
+To try all mutants of all stages takes too long for each run of the tests. So `mutate --record` writes down, in
+`stages/measured/mutants.json`, of which kernel it has tried all and how many were caught. A test sees that this is the
+kernel that stands there, comments aside, and tries some of its mutants again.
 """
 
 import hashlib
