@@ -376,7 +376,7 @@ def isolated(stage: str, module: Path) -> list[str]:
 
 
 def parsed_headers(source: str, folder: Path, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The flags by which all mutants of a kernel share its common headers, compiled once: half of a mutant's time."""
+    """The flags that give all mutants of a kernel its common headers, parsed once: that takes as long as the rest."""
     header = folder / "headers.h"
     header.write_text("\n".join(re.findall(r'^#include "common/.*', source, re.MULTILINE)) + "\n", encoding="utf-8")
     as_header = (*flags, "-x", "c++-header")
