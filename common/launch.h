@@ -13,7 +13,7 @@
 
 #include "common/device.h"
 #if !defined(__CUDACC__)
-#include "common/simt/runtime.h"
+#include "common/simt/launch.h"
 #endif
 
 // Where a launch goes. On the CPU device both stay as they are.

@@ -7,6 +7,8 @@ from stages.toolkit import operator
 
 pytest.register_assert_rewrite("stage_cases", "matmul_cases", "qkv_cases", "vlstm_cases")
 
+torch.set_num_threads(1)  # for tensors as small as those of the tests more of them take several times as long
+
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -1,9 +1,11 @@
 """The tool that breaks kernels, on planted ones; then every stage: each of its mutants has to be caught."""
 
+import subprocess
+
 import pytest
 
 import stages
-from stages.toolkit import mutate
+from stages.toolkit import build, compilers, mutate
 from stages.toolkit.cli import main
 from stages.toolkit.errors import NotAvailable
 
@@ -160,6 +162,18 @@ def test_a_crash_and_an_endless_loop_are_caught(planted, line, words):
     broken = planted({"  Accumulator<T> sum = 0;": f"  {line} Accumulator<T> sum = 0;"})
     with pytest.raises(NotAvailable, match=f"does not pass: .*({words})"):
         mutate.run(stages.load("12"), broken)
+
+
+def test_mutants_do_not_read_the_headers_again(tmp_path):
+    kernel, host = stages.load("12").source, compilers.host_compiler()
+    flags = [*host.flags("xray"), *mutate.FLAGS, f"-I{build.INCLUDE}"]
+
+    def read(*more: str) -> str:
+        command = [*host.command, *flags, *more, "-H", "-fsyntax-only", str(kernel)]  # -H: tell what is read
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+    assert "common/view.h" in read()
+    assert "common/view.h" not in read(*mutate.parsed_headers(kernel.read_text(), tmp_path, mutate.FLAGS))
 
 
 def test_the_command_lists_mutants(capsys):

@@ -358,6 +358,14 @@ def test_a_kernel_in_another_dtype():
     assert kernel.bytes_needed(64, 64, 64) == 3 * 64 * 64 * 2
 
 
+def test_a_changed_kernel_is_built_for_its_dtype():
+    change = {"i < out.size[0]": "i + 1 <= out.size[0]"}
+    single, half = (lab.change(lab.kernel("00", dtype), change) for dtype in (torch.float32, torch.float16))
+    assert single.is_right(1000) and half.is_right(1000)
+    with single.in_place(), pytest.raises(ValueError, match="built for float32 alone"):
+        single.stage.function(2.0, *single.arguments(1000, dtype=torch.float64)[1:])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The pictures
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "common/simt/launch.h"
 #include "common/simt/simt.h"
 
 // The second half of the switch between fibers: continues what the stack pointer was left at. (runtime.cpp)
@@ -49,18 +50,6 @@ constexpr size_t MAX_SHARED = 227 * 1024;  // what a block of an H100 can have
 constexpr size_t SIGNAL_STACK = 64 * 1024;
 constexpr size_t SLAB_GUARD =
     size_t(2) << 20;  // below a worker's stacks; as large as a large page, to keep them aligned
-
-struct Launch {
-  const char* kernel;
-  dim3 grid, block;
-  size_t dynamic_shared;
-  void (*run)(void*);  // runs the kernel for the current thread
-  void* arguments;
-  const void* entry;  // the kernel's address, to find its shared variables
-  uint64_t blocks;
-};
-void launch(const Launch& launch);
-bool register_kernel(const void* entry);  // as the module loads: which functions are kernels
 
 // A `__shared__` variable: a thread-local symbol of the module that belongs to a function.
 struct SharedVariable {

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, operator, render, verify, xray
+from stages.toolkit import build, compilers, operator, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable
 from stages.toolkit.stage import Stage, load
 
-FLAGS = ("-O1", "-g1", "-DFLOAT_ONLY")  # compiles in a fraction of the time and counts the same
+FLAGS = ("-Og", "-g1", "-DFLOAT_ONLY")  # compiles in a fraction of the time and counts the same
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 LAUNCH_SECONDS = 2.0  # after which the CPU device gives up a launch that waits for itself
 MUTANT_SECONDS = 120.0  # after which a mutant's process is ended, whatever it is doing
@@ -352,7 +352,8 @@ def _child(connection: Connection, stage: str, module: Path) -> None:
 def isolated(stage: str, module: Path) -> list[str]:
     """`check` in a fresh process; its end by a signal or by the clock is a finding, too."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stages.toolkit.mutate"])  # imports torch once, for all of them
+    # Imported once, for all of them: torch, and what its first backward would import.
+    context.set_forkserver_preload(["stages.toolkit.mutate", "torch.fx.experimental.symbolic_shapes"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, stage, module), daemon=True)
     process.start()
@@ -372,6 +373,16 @@ def isolated(stage: str, module: Path) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All mutants of a stage
+
+
+def parsed_headers(source: str, folder: Path, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags that give all mutants of a kernel its common headers, parsed once: that takes as long as the rest."""
+    header = folder / "headers.h"
+    header.write_text("\n".join(re.findall(r'^#include "common/.*', source, re.MULTILINE)) + "\n", encoding="utf-8")
+    as_header = (*flags, "-x", "c++-header")
+    unit = build.compile_unit("xray", "mutants", header, folder, compilers.host_compiler(), as_header)
+    build.make(replace(unit, output=folder / "headers.h.gch"), build.Runner())
+    return "-include", str(header)
 
 
 def run(
@@ -398,6 +409,8 @@ def run(
     if equivalent is None:
         equivalent = getattr(importlib.import_module(f"stages.{stage.name}.stage"), "EQUIVALENT", {})
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        flags = (*FLAGS, f"-I{stage.folder}")
+        flags += parsed_headers(source, Path(folder), flags)
 
         def attempt(number: int, mutant: Mutant) -> Outcome:
             place = Path(folder) / str(number)
@@ -405,9 +418,7 @@ def run(
             (place / "kernel.cu").write_text(mutant.source, encoding="utf-8")
             outcome = Outcome(mutant.kind, mutant.line, mutant.name, mutant.change, ())
             try:
-                module = build.build_module(
-                    place / "kernel.cu", stage.folder / "binding.cpp", "xray", place, (*FLAGS, f"-I{stage.folder}")
-                )
+                module = build.build_module(place / "kernel.cu", stage.folder / "binding.cpp", "xray", place, flags)
             except build.BuildError:
                 if mutant.change == UNCHANGED:
                     raise
