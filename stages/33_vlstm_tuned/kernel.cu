@@ -61,18 +61,19 @@ struct Plan {
   struct Shared {
     Piece pieces[2];
     Sum weights[ROWS][WEIGHTS_PITCH];
-    Sum row_factor[ROWS], row_bias[ROWS], key_factor[TILE], key_bias[TILE];
+    Sum row_factor[ROWS], row_bias[ROWS], key_factor[DOWN][TILE], key_bias[TILE];
     Sum log_f[TILE], input[TILE], level[TILE];  // on the diagonal
     Sum sums[ACROSS][ROWS];
   };
 };
 
-// What the gates bring to a row or a key, [batch, heads, seq], and to a tile of them, [batch, heads, tiles].
+// What the gates bring to D = own[t] + (gates of the tiles between) + after[j]: for each position, [batch, heads, seq],
+// and for each tile of them, [batch, heads, tiles].
 template <typename Sum>
 struct Lines {
-  View<Sum, 3> own;     // exponent of an output row: D = own + between + factor's
-  View<Sum, 3> factor;  // exp of what a walked position adds to D, over its tile's largest
-  View<Sum, 3> peak;    // the logarithm of that
+  View<Sum, 3> own;     // of a query t: the gates of its tile up to it, less M
+  View<Sum, 3> factor;  // of a key j: exp(after[j] - the largest of its tile)
+  View<Sum, 3> peak;    // that largest
   View<Sum, 3> total;   // the sum of a tile's log forget gates
   View<Sum, 3> level;   // M
   View<Sum, 3> bias;    // b
@@ -181,17 +182,16 @@ __device__ __forceinline__ void gates_of(View<const T, 3> i, View<const T, 3> f,
   }
 }
 
-// D - M for a row of such a tile, as a sum of the gates between the row and each key, from the row on.
+// D - M for a key of such a tile and each query from it on, as a sum of the gates between. For either walk in the same
+// order, so that a weight of dQ is, bit for bit, that of dK: what df is made of is a small difference of their sums.
 template <typename P, typename Sum>
-__device__ __forceinline__ void add_up(bool up, Sum* exponents, const typename P::Shared& shared) {
-  const int own = threadIdx.x % P::TILE;
+__device__ __forceinline__ void add_up(bool up, typename P::Shared& shared, int row0) {
+  const int key = threadIdx.x % P::TILE;
   Sum sum = 0;
 #pragma unroll 1
-  for (int step = 0; step < P::TILE; ++step) {
-    const int at = up ? step : P::TILE - 1 - step;
-    if (up && at > own) sum += shared.log_f[at];
-    if (up ? at >= own : at <= own) exponents[at] = sum + (shared.input[up ? own : at] - shared.level[up ? at : own]);
-    if (!up && at <= own) sum += shared.log_f[at];
+  for (int query = key; query < P::TILE; ++query) {
+    if (query > key) sum += shared.log_f[query];
+    shared.weights[row0 + (up ? key : query)][up ? query : key] = sum + (shared.input[key] - shared.level[query]);
   }
 }
 
@@ -245,43 +245,47 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     async_commit();
   };
 
-  // The row's thread knows how far a step is from its row, and what the gates between have left.
+  // Each row of the block has a thread that knows it; so has each position of a step, for each tile of rows. Of the two
+  // parts of a weight, the query's takes in the gates between, however the walk goes.
   const int64_t row = row0 + thread, row_tile = tile0 + thread / P::TILE;
   const bool owns_row = thread < P::ROWS && row < seq;
-  const Sum own = owns_row ? lines.own(batch, head, row) : 0;
+  struct Side {
+    Sum own, factor, peak, bias, total;
+  };
+  const auto fetch = [&](int64_t tile, int64_t position) {
+    Side side = {};
+    if (thread < P::ROWS && position < seq) {
+      side = {lines.own(batch, head, position), lines.factor(batch, head, position), lines.peak(batch, head, tile), 0,
+              lines.total(batch, head, tile)};
+      if (role == QUERIES || role == KEYS) side.bias = lines.bias(batch, head, position);
+    }
+    return side;
+  };
+  const Side mine = fetch(row_tile, row);
   Sum between = 0;
-  struct Step {
-    Sum factor, bias, peak, total;
-  };
-  const auto fetch = [&](int64_t tile) {
-    Step step = {};
-    const int64_t key = tile * P::TILE + thread;
-    if (thread < P::TILE && key < seq) {
-      step.factor = lines.factor(batch, head, key);
-      if (role == KEYS) step.bias = lines.bias(batch, head, key);
+  const auto lay_down = [&](int64_t tile, const Side& other) {
+    if (thread >= P::ROWS) return;
+    const Side &query = up ? other : mine, &key = up ? mine : other;
+    Sum query_factor = 0;
+    if (up ? tile > row_tile : tile < row_tile) {
+      query_factor = scale * std::exp(query.own + between + key.peak);
+      between += other.total;
     }
-    if (owns_row) step.peak = lines.peak(batch, head, tile), step.total = lines.total(batch, head, tile);
-    return step;
+    shared->row_factor[thread] = up ? key.factor : query_factor;
+    shared->key_factor[thread / P::TILE][thread % P::TILE] = up ? query_factor : key.factor;
+    if (thread < P::TILE) shared->key_bias[thread] = role == KEYS ? other.bias : 0;
   };
-  const auto lay_down = [&](int64_t tile, const Step& step) {
-    if (thread < P::TILE) shared->key_factor[thread] = step.factor, shared->key_bias[thread] = step.bias;
-    if (owns_row && (up ? tile > row_tile : tile < row_tile)) {
-      shared->row_factor[thread] = scale * std::exp(own + between + step.peak);
-      between += step.total;
-    }
-  };
-
   const int64_t first = up ? tile0 : min(tile0 + P::DOWN, tiles) - 1, steps = up ? tiles - tile0 : first + 1;
   const int64_t pieces = max(ceil_div(inner, P::DEPTH), int64_t(1));
   start_factors(first, 0, shared->pieces[0]);
-  lay_down(first, fetch(first));
-  if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES && owns_row ? lines.bias(batch, head, row) : 0;
+  lay_down(first, fetch(first, first * P::TILE + thread % P::TILE));
+  if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES ? mine.bias : 0;
 
   Sum sum[P::EACH][P::EACH] = {}, total[P::EACH] = {};
   int now = 0;
   for (int64_t n = 0; n < steps; ++n) {
-    const int64_t tile = up ? first + n : first - n, mine = tile0 + warp / P::ACROSS;
-    const bool seen = up ? tile >= mine : tile <= mine, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
+    const int64_t tile = up ? first + n : first - n, warp_tile = tile0 + warp / P::ACROSS;
+    const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
 
     if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, tile * P::TILE, *shared);
     Sum s[P::EACH][P::KEYS] = {};
@@ -295,14 +299,15 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     }
 
     if (diagonal) {
-      if (row_tile == tile && thread < P::ROWS) add_up<P>(up, shared->weights[thread], *shared);
+      if (row_tile == tile && thread < P::ROWS) add_up<P, Sum>(up, *shared, int(tile - tile0) * P::TILE);
       __syncthreads();  // all exponents are there
     }
     if (seen) {
       Sum key_factor[P::KEYS], key_bias[P::KEYS];
       UNROLL
       for (int b = 0; b < P::KEYS; ++b) {
-        key_factor[b] = shared->key_factor[my_key + 4 * b], key_bias[b] = shared->key_bias[my_key + 4 * b];
+        key_factor[b] = shared->key_factor[warp / P::ACROSS][my_key + 4 * b],
+        key_bias[b] = shared->key_bias[my_key + 4 * b];
       }
       UNROLL
       for (int a = 0; a < P::EACH; ++a) {
@@ -312,8 +317,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
           Sum& place = shared->weights[my_row + 8 * a][my_key + 4 * b];
           const int ahead = my_key + 4 * b - (lane_y + 8 * a);  // of the key, on the diagonal
           const Sum product = s[a][b] + (row_bias + key_bias[b]);
-          Sum weight = product * row_factor * key_factor[b];
-          if (tile == mine) weight = (up ? ahead < 0 : ahead > 0) ? 0 : product * (scale * std::exp(place));
+          Sum weight = product * (row_factor * key_factor[b]);
+          if (tile == warp_tile) weight = (up ? ahead < 0 : ahead > 0) ? 0 : product * (scale * std::exp(place));
           total[a] += weight;
           place = weight;
         }
@@ -327,10 +332,11 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       const int64_t next = up ? tile + 1 : tile - 1;
       if (half == 0) start_values(tile * P::TILE + P::HALF, shared->pieces[now ^ 1]);
       else if (n + 1 < steps) start_factors(next, 0, shared->pieces[now ^ 1]);
-      const Step step = more ? fetch(next) : Step{};  // on its way while the values are multiplied
+      const Side other =
+          more ? fetch(next, next * P::TILE + thread % P::TILE) : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
       if (seen) multiply_values<P>(sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
-      if (more) lay_down(next, step);
+      if (more) lay_down(next, other);
     }
   }
 
@@ -396,50 +402,35 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The largest of one value from each of the block's first TILE threads; `line` has a place for each.
-template <int TILE, typename Sum>
-__device__ __forceinline__ Sum largest(Sum value, Sum (&line)[TILE]) {
-  __syncthreads();  // whatever was in the line has been read
-  if (threadIdx.x < TILE) line[threadIdx.x] = value;
-  __syncthreads();  // all values are there
-  Sum result = LOWEST;
-  for (int r = 0; r < TILE; ++r) result = max(result, line[r]);
-  return result;
-}
-
-// What the gates of a tile bring along: for each position t the sums up to t (`before`) and after it (`after`, with its
-// input gate), the largest D within the tile, and the factor and the peak of the walk to the beginning.
+// What the gates of a tile bring along: for each position the sum up to it, the largest D within the tile, and what it
+// is as a key; for the tile the largest D at its end, and the sum.
 // grid (B N * tiles), block (TILE)
 template <typename T, int TILE>
-__global__ void __launch_bounds__(TILE) vlstm_gates(View<const T, 3> i, View<const T, 3> f,  //
-                                                    View<Accumulator<T>, 3> before,          // [batch, heads, seq]
-                                                    View<Accumulator<T>, 3> after,           //
-                                                    View<Accumulator<T>, 3> highest,         //
-                                                    View<Accumulator<T>, 3> factor,          //
-                                                    View<Accumulator<T>, 3> peak,            // [batch, heads, tiles]
-                                                    View<Accumulator<T>, 3> total, int gate) {
+__global__ void __launch_bounds__(TILE)
+    vlstm_gates(View<const T, 3> i, View<const T, 3> f, View<Accumulator<T>, 3> own, View<Accumulator<T>, 3> highest,
+                View<Accumulator<T>, 3> factor, View<Accumulator<T>, 3> peak, View<Accumulator<T>, 3> total, int gate) {
   using Sum = Accumulator<T>;
-  __shared__ Sum log_f[TILE], input[TILE], line[TILE];
+  __shared__ Sum log_f[TILE], input[TILE], after[TILE];
   const int64_t tiles = peak.size[2], tile = blockIdx.x % tiles, index = blockIdx.x / tiles;
   const int64_t batch = index / i.size[1], head = index % i.size[1], position = tile * TILE + threadIdx.x;
-  const int own = threadIdx.x;
-  input[own] = input_of<Sum>(i, gate, batch, head, position);
-  log_f[own] = log_forget<Sum>(f, batch, head, position);
+  const int t = threadIdx.x;
+  input[t] = input_of<Sum>(i, gate, batch, head, position);
+  log_f[t] = log_forget<Sum>(f, batch, head, position);
   __syncthreads();  // all gates are there
-  Sum up_to = 0, rest = 0, top = LOWEST;
+  Sum up_to = 0, rest = 0, top = LOWEST, most = LOWEST;
   for (int r = 0; r < TILE; ++r) {
-    if (r <= own) up_to += log_f[r], top = max(top + log_f[r], input[r]);
+    if (r <= t) up_to += log_f[r], top = max(top + log_f[r], input[r]);
     else rest += log_f[r];
   }
-  rest += input[own];
-  const Sum most = largest(rest, line);
+  after[t] = rest += input[t];
+  __syncthreads();  // all keys are there
+  for (int r = 0; r < TILE; ++r) most = max(most, after[r]);
   if (position < i.size[2]) {
-    before(batch, head, position) = up_to;
-    after(batch, head, position) = rest;
+    own(batch, head, position) = up_to;
     highest(batch, head, position) = max(top, Sum(LOWEST));
     factor(batch, head, position) = std::exp(rest - most);
   }
-  if (own == TILE - 1) peak(batch, head, tile) = most, total(batch, head, tile) = up_to;
+  if (t == TILE - 1) peak(batch, head, tile) = most, total(batch, head, tile) = up_to;
 }
 
 // M of the forward, the largest D of a row: within its tile, or in a tile before it, carried to the row. `level` comes
@@ -459,50 +450,33 @@ __global__ void __launch_bounds__(TILE)
   own(batch, head, row) = before - m;
 }
 
-// What the backward needs of each row: M = log N, b, and what eps sends back through the maximum.
-// grid (B N * tiles), block (THREADS)
-template <typename T, int TILE>
+// What the backward needs of each row: M = log N, b, and what eps sends back through the maximum. A warp takes a row.
+// grid (ceil(B N T / WARPS)), block (THREADS)
+template <typename T>
 __global__ void __launch_bounds__(THREADS)
     vlstm_rows(View<const T, 4> h, View<const T, 4> dh,
                View<const Accumulator<T>, 4> rows,  // [l or m, batch, heads, seq]
-               View<Accumulator<T>, 3> own,         // comes as `before`
-               View<Accumulator<T>, 3> factor,      //
-               View<Accumulator<T>, 3> level,       //
-               View<Accumulator<T>, 3> bias,        //
-               View<Accumulator<T>, 3> through,     //
-               View<Accumulator<T>, 3> peak, Accumulator<T> eps, int gate, bool normalizer) {
+               View<Accumulator<T>, 3> own,         // comes without M
+               View<Accumulator<T>, 3> level, View<Accumulator<T>, 3> bias, View<Accumulator<T>, 3> through,
+               Accumulator<T> eps, int gate, bool normalizer) {
   using Sum = Accumulator<T>;
-  __shared__ Sum dots[TILE], line[TILE];
-  const int64_t tiles = peak.size[2], tile = blockIdx.x % tiles, index = blockIdx.x / tiles, seq = h.size[2];
-  const int64_t batch = index / h.size[1], head = index % h.size[1];
-  const int lane = threadIdx.x % 32;
-  for (int r = threadIdx.x / 32; r < TILE && tile * TILE + r < seq; r += WARPS) {
-    Sum dot = 0;
-    for (int64_t c = lane; c < h.size[3]; c += 32) {
-      dot += Sum(h(batch, head, tile * TILE + r, c)) * Sum(dh(batch, head, tile * TILE + r, c));
-    }
-    for (int flip = 16; flip; flip /= 2) dot += __shfl_xor_sync(~0u, dot, flip);
-    if (lane == 0) dots[r] = dot;
-  }
-  __syncthreads();  // all dots are there
-
-  const int64_t row = tile * TILE + threadIdx.x;
-  const bool mine = threadIdx.x < TILE && row < seq;
-  Sum exponent = LOWEST;
-  if (mine) {
-    const Sum l = rows(0, batch, head, row), m = rows(1, batch, head, row), dot = dots[threadIdx.x];
+  const int64_t heads = h.size[1], seq = h.size[2];
+  const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (index >= h.size[0] * heads * seq) return;
+  const int64_t batch = index / seq / heads, head = index / seq % heads, row = index % seq;
+  Sum dot = 0;
+  for (int64_t c = lane; c < h.size[3]; c += 32) dot += Sum(h(batch, head, row, c)) * Sum(dh(batch, head, row, c));
+  for (int flip = 16; flip; flip /= 2) dot += __shfl_xor_sync(~0u, dot, flip);
+  if (lane == 0) {
+    const Sum l = rows(0, batch, head, row), m = rows(1, batch, head, row);
     const Sum size = gate == BARE ? 0 : m + std::log(std::abs(l));  // log |sum u|
     Sum log_n = max(size, Sum(0));
     if (gate != BARE) log_n += std::log1p(eps * std::exp(m - log_n));
+    own(batch, head, row) -= log_n;
     level(batch, head, row) = log_n;
     bias(batch, head, row) = normalizer && size > 0 ? (l > 0 ? -dot : dot) : 0;
     through(batch, head, row) = normalizer && gate == EXP ? -dot * eps * std::exp(m - log_n) : 0;
-    exponent = own(batch, head, row) - log_n;
-    own(batch, head, row) = exponent;
   }
-  const Sum most = largest(exponent, line);
-  if (mine) factor(batch, head, row) = std::exp(exponent - most);
-  if (threadIdx.x == 0) peak(batch, head, tile) = most;
 }
 
 // The gradients of the gates, from q . dq and k . dk of each position and what went through the maximum. The largest D of
@@ -607,11 +581,11 @@ void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4>
     using Sum = Accumulator<T>;
     const Gates<T> gates{i.as<T>(), f.as<T>(), gate, scale, eps};
     const View<Sum, 4> row = rows.as<Sum>(), line = lines.as<Sum>(), tile = tiles.as<Sum>();
-    const View<Sum, 3> own = slice(line, 0), factor = slice(line, 1), after = slice(line, 2), level = slice(row, 1);
+    const View<Sum, 3> own = slice(line, 0), factor = slice(line, 1), level = slice(row, 1);
     const View<Sum, 3> peak = slice(tile, 0), total = slice(tile, 1);
     const int64_t blocks = peak.size[0] * peak.size[1] * peak.size[2];
-    launch<vlstm_gates<T, TILE<T>>>({blocks}, dim3(TILE<T>), 0, stream, gates.i, gates.f, own, after, level, factor,
-                                    peak, total, gate);
+    launch<vlstm_gates<T, TILE<T>>>({blocks}, dim3(TILE<T>), 0, stream, gates.i, gates.f, own, level, factor, peak,
+                                    total, gate);
     launch<vlstm_maximum<Sum, TILE<T>>>({blocks}, dim3(TILE<T>), 0, stream, level, own, peak, total, gate);
     product<T>(OUTPUT, q.as<T>(), k.as<T>(), v.as<T>(), q.as<T>(), gates, {own, factor, peak, total, level, level},
                h.as<T>(), row, stream);
@@ -626,21 +600,17 @@ void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i,
     using Sum = Accumulator<T>;
     const Gates<T> gates{i.as<T>(), f.as<T>(), gate, scale, eps};
     const View<Sum, 4> line = lines.as<Sum>(), tile = tiles.as<Sum>();
-    const View<Sum, 3> query = slice(line, 0), key_factor = slice(line, 1), key = slice(line, 2);
-    const View<Sum, 3> query_factor = slice(line, 3), level = slice(line, 4), bias = slice(line, 5);
-    const View<Sum, 3> through = slice(line, 6);
-    const View<Sum, 3> key_peak = slice(tile, 0), total = slice(tile, 1), query_peak = slice(tile, 2);
-    const int64_t blocks = key_peak.size[0] * key_peak.size[1] * key_peak.size[2];
-    launch<vlstm_gates<T, TILE<T>>>({blocks}, dim3(TILE<T>), 0, stream, gates.i, gates.f, query, key, level, key_factor,
-                                    key_peak, total, gate);
-    launch<vlstm_rows<T, TILE<T>>>({blocks}, dim3(THREADS), 0, stream, h.as<T>(), dh.as<T>(), rows.as<Sum>(), query,
-                                   query_factor, level, bias, through, query_peak, Sum(eps), gate, normalizer_gradient);
-    const Lines<Sum> down{query, key_factor, key_peak, total, level, bias};
-    const Lines<Sum> up{key, query_factor, query_peak, total, level, bias};
+    const View<Sum, 3> own = slice(line, 0), factor = slice(line, 1), level = slice(line, 2), bias = slice(line, 3);
+    const View<Sum, 3> through = slice(line, 4), peak = slice(tile, 0), total = slice(tile, 1);
+    launch<vlstm_gates<T, TILE<T>>>({peak.size[0] * peak.size[1] * peak.size[2]}, dim3(TILE<T>), 0, stream, gates.i,
+                                    gates.f, own, level, factor, peak, total, gate);
+    launch<vlstm_rows<T>>({ceil_div(h.size[0] * h.size[1] * h.size[2], WARPS)}, dim3(THREADS), 0, stream, h.as<T>(),
+                          dh.as<T>(), rows.as<Sum>(), own, level, bias, through, Sum(eps), gate, normalizer_gradient);
+    const Lines<Sum> all{own, factor, peak, total, level, bias};
     const auto q_ = q.as<T>(), k_ = k.as<T>(), v_ = v.as<T>(), dh_ = dh.as<T>();
-    product<T>(QUERIES, dh_, v_, k_, q_, gates, down, dq.as<T>(), query_sums.as<Sum>(), stream);
-    product<T>(KEYS, v_, dh_, q_, k_, gates, up, dk.as<T>(), key_sums.as<Sum>(), stream);
-    product<T>(VALUES, k_, q_, dh_, k_, gates, up, dv.as<T>(), key_sums.as<Sum>(), stream);
+    product<T>(QUERIES, dh_, v_, k_, q_, gates, all, dq.as<T>(), query_sums.as<Sum>(), stream);
+    product<T>(KEYS, v_, dh_, q_, k_, gates, all, dk.as<T>(), key_sums.as<Sum>(), stream);
+    product<T>(VALUES, k_, q_, dh_, k_, gates, all, dv.as<T>(), key_sums.as<Sum>(), stream);
     launch<vlstm_gate_gradients<T>>({i.size[0] * i.size[1]}, dim3(WALKERS), 0, stream, gates.i, gates.f, rows.as<Sum>(),
                                     through, query_sums.as<Sum>(), key_sums.as<Sum>(), di.as<T>(), df.as<T>(), gate);
   });

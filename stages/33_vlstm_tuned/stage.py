@@ -10,13 +10,13 @@ from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
 
-def scratch(i: Tensor, dtype: torch.dtype, count: int, per_tile: int) -> tuple[Tensor, Tensor]:
-    """Memory for what the gates bring: `count` numbers for each position, `per_tile` for each tile of positions."""
+def scratch(i: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for what the gates bring: `count` numbers for each position, two for each tile."""
     batch, heads, seq = i.shape
     tiles = -(-seq // tile(dtype))
     return (
         operator.empty((count, batch, heads, seq), like=i, dtype=accumulator(dtype)),
-        operator.empty((per_tile, batch, heads, tiles), like=i, dtype=accumulator(dtype)),
+        operator.empty((2, batch, heads, tiles), like=i, dtype=accumulator(dtype)),
     )
 
 
@@ -27,7 +27,7 @@ def tile(dtype: torch.dtype) -> int:
 
 def launch(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, i: Tensor, *rest: object) -> None:
     *tensors, scale, eps, gate = rest
-    kernels.launch("vlstm", q.device, q, k, v, i, *tensors, *scratch(i, q.dtype, 3, 2), scale, eps, gate)
+    kernels.launch("vlstm", q.device, q, k, v, i, *tensors, *scratch(i, q.dtype, 2), scale, eps, gate)
 
 
 def launch_backward(kernels: Kernels, dh: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, *rest: object) -> None:
@@ -35,7 +35,7 @@ def launch_backward(kernels: Kernels, dh: Tensor, q: Tensor, k: Tensor, v: Tenso
     widest = 64 if q.dtype is torch.float64 or q.shape[3] <= 64 else 128
     chunks = max(-(-q.shape[3] // widest), 1)
     sums = [operator.empty((chunks, *i.shape), like=i, dtype=accumulator(q.dtype)) for _ in "qk"]
-    memory = scratch(i, q.dtype, 7, 3)
+    memory = scratch(i, q.dtype, 5)
     kernels.launch(
         "vlstm_backward", q.device, dh, q, k, v, i, *tensors, *memory, *sums, scale, eps, gate, normalizer_gradient
     )
