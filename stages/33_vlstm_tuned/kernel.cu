@@ -182,16 +182,17 @@ __device__ __forceinline__ void gates_of(View<const T, 3> i, View<const T, 3> f,
   }
 }
 
-// D - M for a key of such a tile and each query from it on, as a sum of the gates between. For either walk in the same
+// s exp(D - M) for a key of such a tile and each query from it on, D as a sum of the gates between. For either walk in the same
 // order, so that a weight of dQ is, bit for bit, that of dK: what df is made of is a small difference of their sums.
 template <typename P, typename Sum>
-__device__ __forceinline__ void add_up(bool up, typename P::Shared& shared, int row0) {
+__device__ __forceinline__ void add_up(bool up, Sum scale, typename P::Shared& shared, int row0) {
   const int key = threadIdx.x % P::TILE;
   Sum sum = 0;
 #pragma unroll 1
   for (int query = key; query < P::TILE; ++query) {
     if (query > key) sum += shared.log_f[query];
-    shared.weights[row0 + (up ? key : query)][up ? query : key] = sum + (shared.input[key] - shared.level[query]);
+    const Sum weight = scale * std::exp(sum + (shared.input[key] - shared.level[query]));
+    shared.weights[row0 + (up ? key : query)][up ? query : key] = weight;
   }
 }
 
@@ -235,9 +236,9 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   const View<const T, 2> x_head = matrix(x, batch, head), y_head = matrix(y, batch, head);
   const View<const T, 2> z_head = matrix(z, batch, head);
 
-  const auto start_factors = [&](int64_t tile, int64_t k0, typename P::Piece& to) {
+  const auto start_factors = [&](int tile, int64_t k0, typename P::Piece& to) {
     start_copy<P::ROWS, P::DEPTH, P::PITCH>(x_head, row0, k0, &to.factors.x[0][0], groups);
-    start_copy<P::TILE, P::DEPTH, P::PITCH>(y_head, tile * P::TILE, k0, &to.factors.y[0][0], groups);
+    start_copy<P::TILE, P::DEPTH, P::PITCH>(y_head, int64_t(tile) * P::TILE, k0, &to.factors.y[0][0], groups);
     async_commit();
   };
   const auto start_values = [&](int64_t key0, typename P::Piece& to) {
@@ -247,13 +248,14 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
 
   // Each row of the block has a thread that knows it; so has each position of a step, for each tile of rows. Of the two
   // parts of a weight, the query's takes in the gates between, however the walk goes.
-  const int64_t row = row0 + thread, row_tile = tile0 + thread / P::TILE;
+  const int64_t row = row0 + thread;
+  const int row_tile = int(tile0) + thread / P::TILE, warp_tile = int(tile0) + warp / P::ACROSS;
   const bool owns_row = thread < P::ROWS && row < seq;
   struct Side {
     Sum own, factor, peak, bias, total;
   };
-  const auto fetch = [&](int64_t tile, int64_t position) {
-    Side side = {};
+  const auto fetch = [&](int tile, int64_t position) {
+    Side side = {-INFINITY, 0, 0, 0, 0};
     if (thread < P::ROWS && position < seq) {
       side = {lines.own(batch, head, position), lines.factor(batch, head, position), lines.peak(batch, head, tile), 0,
               lines.total(batch, head, tile)};
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   };
   const Side mine = fetch(row_tile, row);
   Sum between = 0;
-  const auto lay_down = [&](int64_t tile, const Side& other) {
+  const auto lay_down = [&](int tile, const Side& other) {
     if (thread >= P::ROWS) return;
     const Side &query = up ? other : mine, &key = up ? mine : other;
     Sum query_factor = 0;
@@ -275,53 +277,54 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     shared->key_factor[thread / P::TILE][thread % P::TILE] = up ? query_factor : key.factor;
     if (thread < P::TILE) shared->key_bias[thread] = role == KEYS ? other.bias : 0;
   };
-  const int64_t first = up ? tile0 : min(tile0 + P::DOWN, tiles) - 1, steps = up ? tiles - tile0 : first + 1;
-  const int64_t pieces = max(ceil_div(inner, P::DEPTH), int64_t(1));
+  const int first = int(up ? tile0 : min(tile0 + P::DOWN, tiles) - 1), steps = int(up ? tiles - tile0 : first + 1);
+  const int pieces = int(max(ceil_div(inner, P::DEPTH), int64_t(1)));
   start_factors(first, 0, shared->pieces[0]);
-  lay_down(first, fetch(first, first * P::TILE + thread % P::TILE));
+  lay_down(first, fetch(first, int64_t(first) * P::TILE + thread % P::TILE));
   if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES ? mine.bias : 0;
 
   Sum sum[P::EACH][P::EACH] = {}, total[P::EACH] = {};
   int now = 0;
-  for (int64_t n = 0; n < steps; ++n) {
-    const int64_t tile = up ? first + n : first - n, warp_tile = tile0 + warp / P::ACROSS;
+  for (int n = 0; n < steps; ++n) {
+    const int tile = up ? first + n : first - n, next = up ? tile + 1 : tile - 1;
     const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
 
-    if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, tile * P::TILE, *shared);
+    if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, int64_t(tile) * P::TILE, *shared);
     Sum s[P::EACH][P::KEYS] = {};
-    for (int64_t piece = 0; piece < pieces; ++piece, now ^= 1) {
+    for (int piece = 0; piece < pieces; ++piece, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece is whole, and nobody reads the other buffer any more
-      if (piece + 1 < pieces) start_factors(tile, (piece + 1) * P::DEPTH, shared->pieces[now ^ 1]);
-      else start_values(tile * P::TILE, shared->pieces[now ^ 1]);
+      if (piece + 1 < pieces) start_factors(tile, int64_t(piece + 1) * P::DEPTH, shared->pieces[now ^ 1]);
+      else start_values(int64_t(tile) * P::TILE, shared->pieces[now ^ 1]);
       const auto& part = shared->pieces[now].factors;
       if (seen) multiply_factors<P>(s, &part.x[my_row][0], &part.y[my_key][0]);
     }
 
     if (diagonal) {
-      if (row_tile == tile && thread < P::ROWS) add_up<P, Sum>(up, *shared, int(tile - tile0) * P::TILE);
-      __syncthreads();  // all exponents are there
+      if (row_tile == tile && thread < P::ROWS) add_up<P>(up, scale, *shared, int(tile - tile0) * P::TILE);
+      __syncthreads();  // all factors are there
     }
     if (seen) {
-      Sum key_factor[P::KEYS], key_bias[P::KEYS];
-      UNROLL
-      for (int b = 0; b < P::KEYS; ++b) {
-        key_factor[b] = shared->key_factor[warp / P::ACROSS][my_key + 4 * b],
-        key_bias[b] = shared->key_bias[my_key + 4 * b];
-      }
-      UNROLL
-      for (int a = 0; a < P::EACH; ++a) {
-        const Sum row_factor = shared->row_factor[my_row + 8 * a], row_bias = shared->row_bias[my_row + 8 * a];
+      const auto weigh = [&](auto factor_of) {
         UNROLL
-        for (int b = 0; b < P::KEYS; ++b) {
-          Sum& place = shared->weights[my_row + 8 * a][my_key + 4 * b];
-          const int ahead = my_key + 4 * b - (lane_y + 8 * a);  // of the key, on the diagonal
-          const Sum product = s[a][b] + (row_bias + key_bias[b]);
-          Sum weight = product * (row_factor * key_factor[b]);
-          if (tile == warp_tile) weight = (up ? ahead < 0 : ahead > 0) ? 0 : product * (scale * std::exp(place));
-          total[a] += weight;
-          place = weight;
+        for (int a = 0; a < P::EACH; ++a) {
+          UNROLL
+          for (int b = 0; b < P::KEYS; ++b) {
+            const int r = my_row + 8 * a, k = my_key + 4 * b;
+            const Sum weight = factor_of(r, k, s[a][b] + (shared->row_bias[r] + shared->key_bias[k]));
+            total[a] += weight;
+            shared->weights[r][k] = weight;
+          }
         }
+      };
+      if (tile == warp_tile) {
+        weigh([&](int r, int k, Sum product) {
+          const bool hidden = up ? k < r % P::TILE : k > r % P::TILE;  // 0 also where the product is not finite
+          return hidden ? 0 : product * shared->weights[r][k];
+        });
+      } else {
+        const auto& key_factor = shared->key_factor[warp / P::ACROSS];
+        weigh([&](int r, int k, Sum product) { return product * (shared->row_factor[r] * key_factor[k]); });
       }
     }
 
@@ -329,11 +332,10 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       async_wait<0>();
       __syncthreads();  // the piece, and before the first one the weights, are whole; the other buffer is free
       const bool more = half == 0 && n + 1 < steps;
-      const int64_t next = up ? tile + 1 : tile - 1;
-      if (half == 0) start_values(tile * P::TILE + P::HALF, shared->pieces[now ^ 1]);
+      if (half == 0) start_values(int64_t(tile) * P::TILE + P::HALF, shared->pieces[now ^ 1]);
       else if (n + 1 < steps) start_factors(next, 0, shared->pieces[now ^ 1]);
-      const Side other =
-          more ? fetch(next, next * P::TILE + thread % P::TILE) : Side{};  // on its way while the values are multiplied
+      const Side other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
+                              : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
       if (seen) multiply_values<P>(sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
       if (more) lay_down(next, other);
@@ -512,6 +514,8 @@ __global__ void __launch_bounds__(WALKERS)
   }
   sums[threadIdx.x] = sum, runs[threadIdx.x] = run, begun[threadIdx.x] = begin;
   __syncthreads();  // everyone's sums are there
+  double left = 0;  // of all: nothing, were there no rounding; it is taken back evenly
+  for (int other = 0; other < WALKERS; ++other) left += sums[other];
   sum = run = 0;
   for (int other = WALKERS - 1; other > int(threadIdx.x); --other) {
     sum += sums[other];
@@ -525,7 +529,8 @@ __global__ void __launch_bounds__(WALKERS)
     if (begins(at)) own += run, run = 0;
     const Sum input = Sum(i(batch, head, at)), forget = Sum(f(batch, head, at));
     di(batch, head, at) = T(Sum(own) * (gate == EXP ? Sum(1) : std::exp(log_sigmoid(-input))));
-    df(batch, head, at) = T(Sum(sum + run) * std::exp(log_sigmoid(-forget)));
+    const double rounding = left * double(seq - at) / double(seq);
+    df(batch, head, at) = T(Sum(sum - rounding + run) * std::exp(log_sigmoid(-forget)));
   }
 }
 
