@@ -42,12 +42,12 @@ struct Plan {
   static constexpr int ACROSS = COLS / (4 * EACH);       // warps side by side
   static constexpr int DOWN = WARPS / ACROSS;            // and below each other
   static constexpr int ROWS = DOWN * TILE;
-  static constexpr int KEYS = TILE / (4 * ACROSS);      // of a thread in a step
-  static constexpr int WIDE = 16 / int(sizeof(Sum));    // terms of a sum that a thread reads at once
-  static constexpr int DEPTH = 128 / int(sizeof(T));    // of the pieces in which rows of X and Y pass
-  static constexpr int GROUP = 16 / int(sizeof(T));     // elements of a copy
-  static constexpr int HALF = TILE / 2;                 // keys in a piece of Z
-  static constexpr int RESIDENT = COLS == 128 ? 3 : 2;  // blocks that registers have to hold
+  static constexpr int KEYS = TILE / (4 * ACROSS);    // of a thread in a step
+  static constexpr int WIDE = 16 / int(sizeof(Sum));  // terms of a sum that a thread reads at once
+  static constexpr int DEPTH = 128 / int(sizeof(T));  // of the pieces in which rows of X and Y pass
+  static constexpr int GROUP = 16 / int(sizeof(T));   // elements of a copy
+  static constexpr int HALF = TILE / 2;               // keys in a piece of Z
+  static constexpr int RESIDENT = 2;                  // blocks that registers have to hold
 
   // Rows 16 bytes more than a multiple of all banks apart: eight neighbours in a column are in different banks.
   static constexpr int PITCH = DEPTH + GROUP, WEIGHTS_PITCH = TILE + WIDE;
@@ -84,28 +84,25 @@ struct Lines {
 template <int ROWS, int COLS, int PITCH, typename T>
 __device__ __forceinline__ void start_copy(View<const T, 2> from, int64_t row0, int64_t col0, T* piece, bool groups) {
   const int rows = int(min(int64_t(ROWS), from.size[0] - row0)), cols = int(min(int64_t(COLS), from.size[1] - col0));
-  const T* corner = &from(row0, col0);
   if (groups) {
     constexpr int GROUP = 16 / int(sizeof(T)), SIDE = COLS / GROUP, STEP = THREADS / SIDE;
-    const int row = threadIdx.x / SIDE, col = threadIdx.x % SIDE * GROUP;
-    const T* word = corner + row * from.stride[0] + col;
+    static_assert(ROWS % STEP == 0, "every thread copies as many groups");
+    const int row = threadIdx.x / SIDE, col = threadIdx.x % SIDE * GROUP, end = col < cols ? rows : 0;
+    const T* word = &from(row0 + row, col0 + col);
 #pragma unroll
     for (int r = 0; r < ROWS; r += STEP, word += STEP * from.stride[0]) {
-      if (ROWS % STEP == 0 || row + r < ROWS) {
-        async_copy<16>(piece + (row + r) * PITCH + col, word, row + r < rows && col < cols);
-      }
+      async_copy<16>(piece + (row + r) * PITCH + col, word, r < end - row);
     }
   } else {
-    constexpr int STEP = THREADS / COLS > 0 ? THREADS / COLS : 1;
-    const int row = threadIdx.x / COLS, col = threadIdx.x % COLS;
-    const T* word = corner + row * from.stride[0] + col * from.stride[1];
+    constexpr int STEP = THREADS / COLS;
+    const int row = threadIdx.x / COLS, col = threadIdx.x % COLS, end = col < cols ? rows : 0;
+    const T* word = &from(row0 + row, col0 + col);
 #pragma unroll 1
     for (int r = 0; r < ROWS; r += STEP, word += STEP * from.stride[0]) {
-      const bool inside = row + r < rows && col < cols;
       if constexpr (sizeof(T) >= 4) {
-        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, inside);
+        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, r < end - row);
       } else {  // cp.async takes no less than 4 bytes
-        const T value = inside ? *word : T(0);
+        const T value = r < end - row ? *word : T(0);
         piece[(row + r) * PITCH + col] = value;
       }
     }
@@ -187,11 +184,13 @@ __device__ __forceinline__ void gates_of(View<const T, 3> i, View<const T, 3> f,
 template <typename P, typename Sum>
 __device__ __forceinline__ void add_up(bool up, Sum scale, typename P::Shared& shared, int row0) {
   const int key = threadIdx.x % P::TILE;
+  const Sum input = shared.input[key];
   Sum sum = 0;
-#pragma unroll 1
-  for (int query = key; query < P::TILE; ++query) {
-    if (query > key) sum += shared.log_f[query];
-    const Sum weight = scale * std::exp(sum + (shared.input[key] - shared.level[query]));
+#pragma unroll 8
+  for (int query = 0; query < P::TILE; ++query) {
+    const Sum step = shared.log_f[query];
+    sum += query > key ? step : 0;
+    const Sum factor = scale * std::exp(sum + (input - shared.level[query])), weight = query < key ? 0 : factor;
     shared.weights[row0 + (up ? key : query)][up ? query : key] = weight;
   }
 }
@@ -263,11 +262,10 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     }
     return side;
   };
-  const Side mine = fetch(row_tile, row);
   Sum between = 0;
-  const auto lay_down = [&](int tile, const Side& other) {
+  const auto lay_down = [&](int tile, const Side& mine, const Side& other) {
     if (thread >= P::ROWS) return;
-    const Side &query = up ? other : mine, &key = up ? mine : other;
+    const Side query = up ? other : mine, key = up ? mine : other;
     Sum query_factor = 0;
     if (up ? tile > row_tile : tile < row_tile) {
       query_factor = scale * std::exp(query.own + between + key.peak);
@@ -280,8 +278,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   const int first = int(up ? tile0 : min(tile0 + P::DOWN, tiles) - 1), steps = int(up ? tiles - tile0 : first + 1);
   const int pieces = int(max(ceil_div(inner, P::DEPTH), int64_t(1)));
   start_factors(first, 0, shared->pieces[0]);
-  lay_down(first, fetch(first, int64_t(first) * P::TILE + thread % P::TILE));
-  if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES ? mine.bias : 0;
+  lay_down(first, fetch(row_tile, row), fetch(first, int64_t(first) * P::TILE + thread % P::TILE));
+  if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES && owns_row ? lines.bias(batch, head, row) : 0;
 
   Sum sum[P::EACH][P::EACH] = {}, total[P::EACH] = {};
   int now = 0;
@@ -290,12 +288,23 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
 
     if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, int64_t(tile) * P::TILE, *shared);
-    Sum s[P::EACH][P::KEYS] = {};
+    Sum s[P::EACH][P::KEYS];
     for (int piece = 0; piece < pieces; ++piece, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece is whole, and nobody reads the other buffer any more
       if (piece + 1 < pieces) start_factors(tile, int64_t(piece + 1) * P::DEPTH, shared->pieces[now ^ 1]);
       else start_values(int64_t(tile) * P::TILE, shared->pieces[now ^ 1]);
+      if (piece == 0) {
+        Sum key_bias[P::KEYS];
+        UNROLL
+        for (int b = 0; b < P::KEYS; ++b) key_bias[b] = shared->key_bias[my_key + 4 * b];
+        UNROLL
+        for (int a = 0; a < P::EACH; ++a) {
+          const Sum row_bias = shared->row_bias[my_row + 8 * a];
+          UNROLL
+          for (int b = 0; b < P::KEYS; ++b) s[a][b] = row_bias + key_bias[b];
+        }
+      }
       const auto& part = shared->pieces[now].factors;
       if (seen) multiply_factors<P>(s, &part.x[my_row][0], &part.y[my_key][0]);
     }
@@ -305,26 +314,33 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       __syncthreads();  // all factors are there
     }
     if (seen) {
-      const auto weigh = [&](auto factor_of) {
+      if (tile == warp_tile) {
         UNROLL
         for (int a = 0; a < P::EACH; ++a) {
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) {
-            const int r = my_row + 8 * a, k = my_key + 4 * b;
-            const Sum weight = factor_of(r, k, s[a][b] + (shared->row_bias[r] + shared->key_bias[k]));
-            total[a] += weight;
-            shared->weights[r][k] = weight;
+            const int r = my_row + 8 * a, k = my_key + 4 * b, ahead = k - r % P::TILE;
+            s[a][b] = (up ? ahead < 0 : ahead > 0) ? 0 : s[a][b] * shared->weights[r][k];  // 0 also for NaN
           }
         }
-      };
-      if (tile == warp_tile) {
-        weigh([&](int r, int k, Sum product) {
-          const bool hidden = up ? k < r % P::TILE : k > r % P::TILE;  // 0 also where the product is not finite
-          return hidden ? 0 : product * shared->weights[r][k];
-        });
       } else {
-        const auto& key_factor = shared->key_factor[warp / P::ACROSS];
-        weigh([&](int r, int k, Sum product) { return product * (shared->row_factor[r] * key_factor[k]); });
+        Sum key_factor[P::KEYS];
+        UNROLL
+        for (int b = 0; b < P::KEYS; ++b) key_factor[b] = shared->key_factor[warp / P::ACROSS][my_key + 4 * b];
+        UNROLL
+        for (int a = 0; a < P::EACH; ++a) {
+          const Sum row_factor = shared->row_factor[my_row + 8 * a];
+          UNROLL
+          for (int b = 0; b < P::KEYS; ++b) s[a][b] *= row_factor * key_factor[b];
+        }
+      }
+      UNROLL
+      for (int a = 0; a < P::EACH; ++a) {
+        UNROLL
+        for (int b = 0; b < P::KEYS; ++b) {
+          total[a] += s[a][b];
+          shared->weights[my_row + 8 * a][my_key + 4 * b] = s[a][b];
+        }
       }
     }
 
@@ -334,11 +350,12 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       const bool more = half == 0 && n + 1 < steps;
       if (half == 0) start_values(int64_t(tile) * P::TILE + P::HALF, shared->pieces[now ^ 1]);
       else if (n + 1 < steps) start_factors(next, 0, shared->pieces[now ^ 1]);
-      const Side other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
+      const Side mine = more ? fetch(row_tile, row) : Side{},
+                 other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
                               : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
       if (seen) multiply_values<P>(sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
-      if (more) lay_down(next, other);
+      if (more) lay_down(next, mine, other);
     }
   }
 
@@ -421,8 +438,9 @@ __global__ void __launch_bounds__(TILE)
   __syncthreads();  // all gates are there
   Sum up_to = 0, rest = 0, top = LOWEST, most = LOWEST;
   for (int r = 0; r < TILE; ++r) {
-    if (r <= t) up_to += log_f[r], top = max(top + log_f[r], input[r]);
-    else rest += log_f[r];
+    const Sum step = log_f[r], in = input[r];
+    up_to += r <= t ? step : 0, rest += r > t ? step : 0;
+    top = r <= t ? max(top + step, in) : top;
   }
   after[t] = rest += input[t];
   __syncthreads();  // all keys are there
@@ -445,9 +463,12 @@ __global__ void __launch_bounds__(TILE)
   const int64_t batch = index / level.size[1], head = index % level.size[1], row = tile * TILE + threadIdx.x;
   if (row >= level.size[2]) return;
   Sum carried = LOWEST;
-  for (int64_t t = 0; t < tile; ++t) carried = max(carried + total(batch, head, t), peak(batch, head, t));
-  const Sum before = own(batch, head, row);
-  const Sum m = gate == EXP ? max(level(batch, head, row), carried + before) : 0;
+  for (int64_t t = 0; t < tile; ++t) {
+    const Sum sum = carried + total(batch, head, t), most = peak(batch, head, t);
+    carried = max(sum, most);
+  }
+  const Sum before = own(batch, head, row), inside = level(batch, head, row);
+  const Sum m = gate == EXP ? max(inside, carried + before) : 0;
   level(batch, head, row) = m;
   own(batch, head, row) = before - m;
 }

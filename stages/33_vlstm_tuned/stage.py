@@ -1,5 +1,7 @@
 """Stage 33: the vLSTM tuned."""
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,63 @@ def launch_backward(kernels: Kernels, dh: Tensor, q: Tensor, k: Tensor, v: Tenso
 
 
 def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: object) -> Counts:
-    return Counts()
+    """Those of a forward: the gates of each tile, the maximum, and the product."""
+    wide = itemsize == 8
+    size, each, tile = (8, 4, 32) if wide else (4, 8, 64)  # bytes of a sum; of a thread; of a warp
+    cols = 64 if wide or Dv <= 64 else 128
+    across = cols // (4 * each)  # warps side by side, of four
+    down, keys = 4 // across, tile // (4 * across)
+    rows, vector, passes = down * tile, 16 // size, size // 4  # passes: wavefronts for 32 neighbours
+    narrow = vector * itemsize // 8  # wavefronts of a warp's read of `vector` elements
+    heads, tiles, chunks = B * N, T // tile, -(-Dv // cols)
+
+    # The gates and the maximum: a block for each tile, of so many warps.
+    blocks, warps = heads * tiles, tile // 32
+    before = blocks * (tiles - 1) // 2 * warps  # tiles before each, as a warp sees them
+    gates = Counts(
+        load_requests=blocks * warps * 4 + before * 2,
+        load_sectors=blocks * warps * 2 * (itemsize + size) + before * 2,
+        store_requests=blocks * (warps * 5 + 2),
+        store_sectors=blocks * (warps * 5 * size + 2),
+        shared_load_wavefronts=blocks * warps * (3 * tile + passes),
+        shared_store_wavefronts=blocks * warps * 3 * passes,
+        barriers=blocks * 2,
+    )
+
+    # The product: a block for each `rows` rows, with `down` steps more than the one before.
+    blocks = heads * chunks * (T // rows)
+    steps = blocks * (T // rows + 1) // 2 * down
+    diagonal = blocks * down  # tiles
+    seen = 4 * steps - blocks * (down - 1) * across  # steps of a warp, without those that are hidden
+    copied = steps * (rows + tile) * Dk * itemsize // 512  # requests for X and Y
+    filled = steps * tile * cols * itemsize // 512  # for Z, zeros included
+    values = steps // chunks * tile * Dv * itemsize // 512  # without
+    mixed = steps // chunks * tile * cols * itemsize // 512 if Dv % cols else 0  # some of both
+    owners = rows // 32  # warps that have the threads of the rows
+    visible = sum(4 * b <= 8 * a + 7 for a in range(each) for b in range(keys * across))
+    product = Counts(
+        load_requests=copied + filled + (steps * 8 + blocks) * owners + diagonal * warps * 3,
+        load_sectors=(copied + values) * 16
+        + steps * owners * 4 * (size + 1)
+        + blocks * owners * size
+        + diagonal * warps * (2 * itemsize + size),
+        store_requests=blocks // chunks * owners + heads * T * Dv // (32 * vector),
+        store_sectors=blocks // chunks * owners * size + heads * T * Dv * itemsize // 32,
+        shared_load_wavefronts=seen * Dk // vector * (each + keys) * narrow
+        + seen * tile // vector * each * (2 + narrow)
+        + (4 * steps + seen - diagonal * across) * (each + keys)
+        + diagonal * (visible + warps) * passes
+        + diagonal * warps * 2 * tile
+        + blocks * (owners * across * passes + 8 * each),
+        shared_store_wavefronts=(
+            seen * each * keys + diagonal * warps * (3 + tile) + steps * (2 * owners + warps) + blocks * 3 * owners
+        )
+        * passes
+        + blocks * 4 * each,
+        shared_copy_wavefronts=(copied + filled) * 4 + mixed * 2,
+        barriers=steps * (Dk * itemsize // 128 + 2) + diagonal + blocks * 2,
+    )
+    return Counts(*(x + y for x, y in zip(astuple(gates), astuple(product), strict=True)))
 
 
 stage = Stage(
