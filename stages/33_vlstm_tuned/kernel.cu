@@ -63,7 +63,8 @@ struct Plan {
     Sum weights[ROWS][WEIGHTS_PITCH];
     Sum row_factor[ROWS], row_bias[ROWS], key_factor[DOWN][TILE], key_bias[TILE];
     Sum log_f[TILE], input[TILE], level[TILE];  // on the diagonal
-    Sum sums[ACROSS][ROWS];
+    Sum own_weight[ROWS];                       // of each row's own position, kept out of its sums
+    Sum sums[2][ACROSS][ROWS];
   };
 };
 
@@ -200,21 +201,23 @@ __device__ __forceinline__ void add_up(bool up, Sum scale, typename P::Shared& s
 // grid (B N * ceil(T / ROWS) * ceil(columns of out / COLS)), block (THREADS)
 template <typename T, int COLS>
 __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
-    vlstm_product(View<const T, 4> x,                // [batch, heads, seq, inner]: q, dh, v, k by role
-                  View<const T, 4> y,                // [batch, heads, seq, inner]: k, v, dh, q
-                  View<const T, 4> z,                // [batch, heads, seq, columns]: v, k, q, dh
-                  View<const T, 4> self,             // q for dQ, k for dK
-                  View<const T, 3> i,                // [batch, heads, seq]
-                  View<const T, 3> f,                // [batch, heads, seq]
-                  Lines<Accumulator<T>> lines,       //
-                  View<T, 4> out,                    // [batch, heads, seq, columns]
-                  View<Accumulator<T>, 4> row_sums,  // [chunk, batch, heads, seq]: sum of u, q . dq or k . dk
+    vlstm_product(View<const T, 4> x,            // [batch, heads, seq, inner]: q, dh, v, k by role
+                  View<const T, 4> y,            // [batch, heads, seq, inner]: k, v, dh, q
+                  View<const T, 4> z,            // [batch, heads, seq, columns]: v, k, q, dh
+                  View<const T, 4> self,         // q for dQ, k for dK
+                  View<const T, 3> i,            // [batch, heads, seq]
+                  View<const T, 3> f,            // [batch, heads, seq]
+                  Lines<Accumulator<T>> lines,   //
+                  View<T, 4> out,                // [batch, heads, seq, columns]
+                  View<Accumulator<T>, 4> sums,  // [chunk, batch, heads, seq]: sums of the rows, l for H
+                  View<Accumulator<T>, 4> own,   // [chunk, batch, heads, seq]: what the own position adds to them
                   Accumulator<T> scale, Accumulator<T> eps, int role, int gate, bool groups, bool out_groups) {
   using P = Plan<T, COLS>;
   using Sum = typename P::Sum;
   DYNAMIC_SHARED(typename P::Shared, shared);
 
   const int64_t heads = x.size[1], seq = x.size[2], inner = x.size[3];
+  const bool dots = role == QUERIES || role == KEYS;  // the gates' gradients need q . dq and k . dk
   const bool up = role == KEYS || role == VALUES;  // the walk goes from the diagonal to the end, else to the beginning
 
   // Four lanes across, eight down, so that neighbours in pairs ask for the same rows and every other lane for the same
@@ -321,6 +324,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
           for (int b = 0; b < P::KEYS; ++b) {
             const int r = my_row + 8 * a, k = my_key + 4 * b, ahead = k - r % P::TILE;
             s[a][b] = (up ? ahead < 0 : ahead > 0) ? 0 : s[a][b] * shared->weights[r][k];  // 0 also for NaN
+            if (dots && ahead == 0) shared->own_weight[r] = s[a][b], s[a][b] = 0;
           }
         }
       } else {
@@ -344,6 +348,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       }
     }
 
+    Sum part_sum[P::EACH][P::EACH] = {};
     for (int half = 0; half < 2; ++half, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece, and before the first one the weights, are whole; the other buffer is free
@@ -354,35 +359,55 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
                  other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
                               : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
-      if (seen) multiply_values<P>(sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
+      if (seen) multiply_values<P>(part_sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
       if (more) lay_down(next, mine, other);
+    }
+    UNROLL
+    for (int a = 0; a < P::EACH; ++a) {
+      UNROLL
+      for (int c = 0; c < P::EACH; ++c) sum[a][c] += part_sum[a][c];
     }
   }
 
-  // The sum of a row: of its weights, or of its gradient times what it is the gradient of.
-  if (role != OUTPUT) {
+  // The sum of a row: l, or q . dq or k . dk. The weight of its own position is added to the latter two last: E[t, t] is
+  // in both, and would hide what else there is where gates keep little.
+  Sum own_total[P::EACH] = {};
+  if (dots) {
     UNROLL
     for (int a = 0; a < P::EACH; ++a) {
+      const int64_t at = row0 + my_row + 8 * a;
+      const Sum weight = at < seq ? shared->own_weight[my_row + 8 * a] : 0;
       total[a] = 0;
       UNROLL
       for (int c = 0; c < P::EACH; ++c) {
-        const int64_t at = row0 + my_row + 8 * a, col = col0 + my_col + c / P::WIDE * 4 * P::WIDE + c % P::WIDE;
-        if (role != VALUES && at < seq && col < out.size[3]) total[a] += sum[a][c] * Sum(self(batch, head, at, col));
+        const int64_t col = col0 + my_col + c / P::WIDE * 4 * P::WIDE + c % P::WIDE;
+        if (at < seq && col < out.size[3]) {
+          const Sum word = Sum(self(batch, head, at, col)), value = weight * Sum(z_head(at, col));
+          total[a] += word * sum[a][c], own_total[a] += word * value;
+          sum[a][c] += value;
+        }
       }
     }
   }
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
-    total[a] += __shfl_xor_sync(~0u, total[a], 1);
-    total[a] += __shfl_xor_sync(~0u, total[a], 16);
-    if (lane_x == 0) shared->sums[warp % P::ACROSS][my_row + 8 * a] = total[a];
+    for (int flip = 1; flip < 32; flip *= 16) {
+      total[a] += __shfl_xor_sync(~0u, total[a], flip), own_total[a] += __shfl_xor_sync(~0u, own_total[a], flip);
+    }
+    if (lane_x == 0) {
+      shared->sums[0][warp % P::ACROSS][my_row + 8 * a] = total[a];
+      shared->sums[1][warp % P::ACROSS][my_row + 8 * a] = own_total[a];
+    }
   }
   __syncthreads();  // the sums of all warps are there
   if (owns_row) {
-    Sum whole = 0;
+    Sum whole = 0, added = 0;
     UNROLL
-    for (int part = 0; part < P::ACROSS; ++part) whole += shared->sums[part][thread];
-    if (role == OUTPUT ? chunk == 0 : role != VALUES) row_sums(chunk, batch, head, row) = whole;
+    for (int part = 0; part < P::ACROSS; ++part) {
+      whole += shared->sums[0][part][thread], added += shared->sums[1][part][thread];
+    }
+    if (dots || (role == OUTPUT && chunk == 0)) sums(chunk, batch, head, row) = whole;
+    if (role == KEYS) own(chunk, batch, head, row) = added;
     if (role == OUTPUT) {
       // out / (max(|l|, exp(-m)) + eps), both sides times exp(m) where m < 0 and exp(-m) would overflow. Two halves of
       // it, each on its own in the range of the type: a weight of exp(-100) is lost only with the result.
@@ -504,53 +529,53 @@ __global__ void __launch_bounds__(THREADS)
 
 // The gradients of the gates, from q . dq and k . dk of each position and what went through the maximum. The largest D of
 // a row is in the same key as that of the row before, or in the row's own: so a key's rows are a run, which begins with
-// its own. Sums go from the end to the beginning, each thread through as many positions, in float64: what is left of
-// them is small against what they are made of.
+// its own. df_k has the sum of q . dq - k . dk from k on. All of them should make 0: what they do make is rounding, which
+// is taken back, from each position by the size of its terms. Each thread goes through as many positions, in float64.
 // grid (B N), block (WALKERS)
 constexpr int WALKERS = 256;
 template <typename T>
-__global__ void __launch_bounds__(WALKERS)
-    vlstm_gate_gradients(View<const T, 3> i, View<const T, 3> f, View<const Accumulator<T>, 4> rows,
-                         View<Accumulator<T>, 3> through, View<Accumulator<T>, 4> query_sums,
-                         View<Accumulator<T>, 4> key_sums, View<T, 3> di, View<T, 3> df, int gate) {
+__global__ void __launch_bounds__(WALKERS) vlstm_gate_gradients(
+    View<const T, 3> i, View<const T, 3> f, View<const Accumulator<T>, 4> rows,  // [l or m, ..]
+    View<Accumulator<T>, 3> through,
+    View<Accumulator<T>, 5> parts,  // [q . dq, k . dk without E[t, t], that, chunk, batch, heads, seq]
+    View<T, 3> di, View<T, 3> df, int gate) {
   using Sum = Accumulator<T>;
-  __shared__ double sums[WALKERS], runs[WALKERS];
+  __shared__ double sums[WALKERS], sizes[WALKERS], runs[WALKERS];
   __shared__ bool begun[WALKERS];
   const int64_t batch = blockIdx.x / i.size[1], head = blockIdx.x % i.size[1], seq = i.size[2];
   const int64_t each = ceil_div(seq, WALKERS), first = min(threadIdx.x * each, seq), last = min(first + each, seq);
 
-  const auto sum_of = [&](View<Accumulator<T>, 4> parts, int64_t at) {
+  const auto part = [&](int which, int64_t at) {
     double sum = 0;
-    for (int64_t chunk = 0; chunk < parts.size[0]; ++chunk) sum += parts(chunk, batch, head, at);
+    for (int64_t chunk = 0; chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, at);
     return sum;
   };
   const auto begins = [&](int64_t at) { return Sum(i(batch, head, at)) == rows(1, batch, head, at); };
 
-  double sum = 0, run = 0;
+  double sum = 0, size = 0, run = 0;  // of q . dq - k . dk, of its terms' sizes, of what goes to the key of this run
   bool begin = false;
   for (int64_t at = last - 1; at >= first; --at) {
-    sum += sum_of(query_sums, at) - sum_of(key_sums, at);
-    run += through(batch, head, at);
+    const double query = part(0, at), key = part(1, at);
+    sum += query - key, size += std::abs(query) + std::abs(key), run += through(batch, head, at);
     if (begins(at)) begin = true, run = 0;
   }
-  sums[threadIdx.x] = sum, runs[threadIdx.x] = run, begun[threadIdx.x] = begin;
+  sums[threadIdx.x] = sum, sizes[threadIdx.x] = size, runs[threadIdx.x] = run, begun[threadIdx.x] = begin;
   __syncthreads();  // everyone's sums are there
-  double left = 0;  // of all: nothing, were there no rounding; it is taken back evenly
-  for (int other = 0; other < WALKERS; ++other) left += sums[other];
-  sum = run = 0;
-  for (int other = WALKERS - 1; other > int(threadIdx.x); --other) {
-    sum += sums[other];
-    run = runs[other] + (begun[other] ? 0 : run);
+  double all = 0, all_size = 0;
+  sum = size = run = 0;
+  for (int other = WALKERS - 1; other >= 0; --other) {
+    if (other == int(threadIdx.x)) sum = all, size = all_size;
+    if (other > int(threadIdx.x)) run = runs[other] + (begun[other] ? 0 : run);
+    all += sums[other], all_size += sizes[other];
   }
   for (int64_t at = last - 1; at >= first; --at) {
-    const double key_sum = sum_of(key_sums, at);
-    sum += sum_of(query_sums, at) - key_sum;
-    run += through(batch, head, at);
-    double own = key_sum;
+    const double query = part(0, at), key = part(1, at);
+    sum += query - key, size += std::abs(query) + std::abs(key), run += through(batch, head, at);
+    double own = key + part(2, at);
     if (begins(at)) own += run, run = 0;
     const Sum input = Sum(i(batch, head, at)), forget = Sum(f(batch, head, at));
     di(batch, head, at) = T(Sum(own) * (gate == EXP ? Sum(1) : std::exp(log_sigmoid(-input))));
-    const double rounding = left * double(seq - at) / double(seq);
+    const double rounding = all_size > 0 ? all * (size / all_size) : 0;
     df(batch, head, at) = T(Sum(sum - rounding + run) * std::exp(log_sigmoid(-forget)));
   }
 }
@@ -564,9 +589,11 @@ bool in_groups(View<const T, 4> x) {
 }
 
 // One of many.
-template <typename T>
-View<T, 3> slice(View<T, 4> x, int64_t at) {
-  return {x.data + at * x.stride[0], {x.size[1], x.size[2], x.size[3]}, {x.stride[1], x.stride[2], x.stride[3]}};
+template <typename T, int N>
+View<T, N - 1> slice(const View<T, N>& x, int64_t at) {
+  View<T, N - 1> result{x.data + at * x.stride[0], {}, {}};
+  for (int d = 1; d < N; ++d) result.size[d - 1] = x.size[d], result.stride[d - 1] = x.stride[d];
+  return result;
 }
 
 template <typename T>
@@ -582,12 +609,12 @@ struct Gates {
 template <typename T, int COLS>
 void product_of(int role, View<const T, 4> x, View<const T, 4> y, View<const T, 4> z, View<const T, 4> self,
                 const Gates<T>& gates, Lines<Accumulator<T>> lines, View<T, 4> out, View<Accumulator<T>, 4> sums,
-                Stream stream) {
+                View<Accumulator<T>, 4> own, Stream stream) {
   using P = Plan<T, COLS>;
   const int64_t chunks = max(ceil_div(out.size[3], COLS), int64_t(1));
   const int64_t blocks = out.size[0] * out.size[1] * ceil_div(ceil_div(out.size[2], P::TILE), P::DOWN) * chunks;
   launch<vlstm_product<T, COLS>>({blocks}, dim3(THREADS), sizeof(typename P::Shared), stream, x, y, z, self, gates.i,
-                                 gates.f, lines, out, sums, Accumulator<T>(gates.scale), Accumulator<T>(gates.eps),
+                                 gates.f, lines, out, sums, own, Accumulator<T>(gates.scale), Accumulator<T>(gates.eps),
                                  role, gates.gate, in_groups(x) && in_groups(y) && in_groups(z),
                                  out.size[3] % P::WIDE == 0);
 }
@@ -595,10 +622,10 @@ void product_of(int role, View<const T, 4> x, View<const T, 4> y, View<const T, 
 template <typename T>
 void product(int role, View<const T, 4> x, View<const T, 4> y, View<const T, 4> z, View<const T, 4> self,
              const Gates<T>& gates, Lines<Accumulator<T>> lines, View<T, 4> out, View<Accumulator<T>, 4> sums,
-             Stream stream) {
+             View<Accumulator<T>, 4> own, Stream stream) {
   constexpr int MOST = sizeof(T) == 8 ? 64 : 128;  // as wide as z, as far as registers go: float64 has half as many
   const auto run = out.size[3] > 64 ? product_of<T, MOST> : product_of<T, 64>;
-  run(role, x, y, z, self, gates, lines, out, sums, stream);
+  run(role, x, y, z, self, gates, lines, out, sums, own, stream);
 }
 
 void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4> h, Output<4> rows, Output<4> lines,
@@ -614,14 +641,14 @@ void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4>
                                     total, gate);
     launch<vlstm_maximum<Sum, TILE<T>>>({blocks}, dim3(TILE<T>), 0, stream, level, own, peak, total, gate);
     product<T>(OUTPUT, q.as<T>(), k.as<T>(), v.as<T>(), q.as<T>(), gates, {own, factor, peak, total, level, level},
-               h.as<T>(), row, stream);
+               h.as<T>(), row, row, stream);
   });
 }
 
 void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Input<4> h, Input<4> rows,
                     Output<4> dq, Output<4> dk, Output<4> dv, Output<3> di, Output<3> df, Output<4> lines,
-                    Output<4> tiles, Output<4> query_sums, Output<4> key_sums, double scale, double eps, int gate,
-                    bool normalizer_gradient, Stream stream) {
+                    Output<4> tiles, Output<5> parts, double scale, double eps, int gate, bool normalizer_gradient,
+                    Stream stream) {
   dispatch_floating(h.dtype, [&]<typename T>() {
     using Sum = Accumulator<T>;
     const Gates<T> gates{i.as<T>(), f.as<T>(), gate, scale, eps};
@@ -633,11 +660,13 @@ void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i,
     launch<vlstm_rows<T>>({ceil_div(h.size[0] * h.size[1] * h.size[2], WARPS)}, dim3(THREADS), 0, stream, h.as<T>(),
                           dh.as<T>(), rows.as<Sum>(), own, level, bias, through, Sum(eps), gate, normalizer_gradient);
     const Lines<Sum> all{own, factor, peak, total, level, bias};
+    const View<Sum, 5> part = parts.as<Sum>();
+    const View<Sum, 4> of_rows = slice(part, 0), of_keys = slice(part, 1), own_part = slice(part, 2);
     const auto q_ = q.as<T>(), k_ = k.as<T>(), v_ = v.as<T>(), dh_ = dh.as<T>();
-    product<T>(QUERIES, dh_, v_, k_, q_, gates, all, dq.as<T>(), query_sums.as<Sum>(), stream);
-    product<T>(KEYS, v_, dh_, q_, k_, gates, all, dk.as<T>(), key_sums.as<Sum>(), stream);
-    product<T>(VALUES, k_, q_, dh_, k_, gates, all, dv.as<T>(), key_sums.as<Sum>(), stream);
+    product<T>(QUERIES, dh_, v_, k_, q_, gates, all, dq.as<T>(), of_rows, of_rows, stream);
+    product<T>(KEYS, v_, dh_, q_, k_, gates, all, dk.as<T>(), of_keys, own_part, stream);
+    product<T>(VALUES, k_, q_, dh_, k_, gates, all, dv.as<T>(), of_keys, own_part, stream);
     launch<vlstm_gate_gradients<T>>({i.size[0] * i.size[1]}, dim3(WALKERS), 0, stream, gates.i, gates.f, rows.as<Sum>(),
-                                    through, query_sums.as<Sum>(), key_sums.as<Sum>(), di.as<T>(), df.as<T>(), gate);
+                                    through, part, di.as<T>(), df.as<T>(), gate);
   });
 }

@@ -36,10 +36,10 @@ def launch_backward(kernels: Kernels, dh: Tensor, q: Tensor, k: Tensor, v: Tenso
     *tensors, scale, eps, gate, normalizer_gradient = rest
     widest = 64 if q.dtype is torch.float64 or q.shape[3] <= 64 else 128
     chunks = max(-(-q.shape[3] // widest), 1)
-    sums = [operator.empty((chunks, *i.shape), like=i, dtype=accumulator(q.dtype)) for _ in "qk"]
+    parts = operator.empty((3, chunks, *i.shape), like=i, dtype=accumulator(q.dtype))
     memory = scratch(i, q.dtype, 5)
     kernels.launch(
-        "vlstm_backward", q.device, dh, q, k, v, i, *tensors, *memory, *sums, scale, eps, gate, normalizer_gradient
+        "vlstm_backward", q.device, dh, q, k, v, i, *tensors, *memory, parts, scale, eps, gate, normalizer_gradient
     )
 
 
