@@ -266,6 +266,39 @@ def test_exercise_23(capsys):
         assert reply in capsys.readouterr().out
 
 
+def test_exercise_30(capsys):
+    size = (1, 1, 256, 16, 64)
+    formula = lab.kernel("30").formula(*size)
+    limits = {"shared_load_wavefronts": formula.shared_load_wavefronts - 1200, "barriers": formula.barriers}
+    warps = "for (int flip = 16; flip; flip /= 2) sum += __shfl_xor_sync(~0u, sum, flip);"
+    loop = "for (int r = 0; r < TILE; ++r) start += between[r];"
+    shuffled = {"between[own] = sum;": f"{warps} if (own % 32 == 0) between[own / 32] = sum;"}
+    lab.exercise("30", shuffled | {loop: "start += between[0] + between[1];"}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("30", shuffled | {loop: "start += between[0];"}, *size, at_most=limits)
+    assert "is wrong" in capsys.readouterr().out
+
+
+def test_exercise_31(capsys):
+    size = (1, 1, 256, 16, 64)
+    formula = lab.kernel("31").formula(*size)
+    limits = {"barriers": formula.barriers - 10 + 4, "load_sectors": formula.load_sectors}
+    loop, after = "  for (int64_t key0 = row0; ", "    // Only the keys that there are"
+    loads = """    if (own < TILE) {
+      log_f[own] = log_gate<Sum>(f, batch, head, key0 + own, false);
+      input[own] = log_gate<Sum>(i, batch, head, key0 + own, gate == EXP);
+    }
+"""
+    barrier = "    __syncthreads();  // the gates are there before anyone adds them up\n"
+    first = loads.replace("key0", "row0") + barrier
+    later = loads.replace("key0", "key0 - TILE").replace("own < TILE", "key0 > 0 && own < TILE")
+    lab.exercise("31", {loads + barrier: "", loop: first + loop, after: later + after}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    early = {loads + barrier: "", loop: loads.replace("key0", "row0") + loop, after: later + after}
+    lab.exercise("31", early, *size, at_most=limits)
+    assert "race" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
@@ -320,6 +353,13 @@ def test_pictures_are_the_same_on_every_run():
     first, second = (picture.product({"stage 11": kernel.xray(32, 32, 16, block=0)}, (32, 32, 16)) for _ in range(2))
     assert first.png == second.png and first.png.startswith(b"\x89PNG")
     assert first.words == "stage 11: A: 1 sector, B: 4 sectors, C: 4 sectors."
+
+
+def test_weights_are_what_is_left():
+    left = torch.tensor([[1.0, 0.0], [0.5, torch.nan]]).numpy()
+    shown = picture.weights({"one": left, "two": 0 * left})
+    assert shown.words == "one: 1.0 keys a row have at least a half; two: 0.0 keys a row have at least a half."
+    assert shown.png == picture.weights({"one": left, "two": 0 * left}).png
 
 
 def test_owners_are_those_of_the_stores():

@@ -10,6 +10,7 @@ from stage_cases import StageCases
 from torch import Tensor
 
 from stages.families import FLOATING, vlstm
+from stages.toolkit.report import Report
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("mlstm_*.npz"))
 
@@ -46,6 +47,11 @@ def error_of_rows(output: Tensor, truth: Tensor, arguments: list[Tensor], **opti
     amplified = weights.abs().sum(3) / n
     unit = amplified[..., None] * (v.abs().max() + truth.abs().amax(3, keepdim=True))
     return ((output.double() - truth).abs() / (unit + 1e-32)).max().item()  # below 1e-37 float32 has no digits
+
+
+def requests(report: Report, name: str) -> int:
+    """The requests of a report that load from or store to a tensor."""
+    return sum(site.requests for site in report.sites if site.name == name and site.space == "global")
 
 
 class VlstmCases(StageCases):
@@ -201,3 +207,18 @@ class VlstmCases(StageCases):
         ):
             with pytest.raises(error, match=words):
                 self.stage.vlstm(*given, **options)
+
+
+class ForwardCases(VlstmCases):
+    """Of a stage that has no backward."""
+
+    def test_there_is_no_backward_and_it_says_who_has_one(self):
+        arguments = self.arguments(self.small, requires_grad=True)
+        with pytest.raises(NotImplementedError, match=f"{self.stage.operator} has no backward; stage 32 has one"):
+            self.stage.vlstm(*arguments).sum().backward()
+
+    def test_there_are_no_states_and_it_says_who_has_them(self):
+        arguments = self.arguments(self.small)
+        for options in ({"initial_state": ()}, {"return_last_state": True}):
+            with pytest.raises(NotImplementedError, match=f"no {next(iter(options))}.*; stage 36 has it"):
+                self.stage.vlstm(*arguments, **options)

@@ -502,6 +502,24 @@ def _width(report: Report, name: str, rows: int) -> int:
     return (1 + max(max(a.offsets) // a.size for a in requests(report, name))) // rows
 
 
+def weights(panels: Mapping[str, np.ndarray]) -> Picture:
+    """What is left of each key in each row, numbers from 0 to 1: a row of a matrix for each row, a column for a key."""
+    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 3) + 0.6, len(panels))
+    shades, words = np.array([EMPTY, *LANES]), []
+    for ax, (title, left) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        seq = len(left)
+        image = np.ceil(np.clip(np.nan_to_num(left), 0, 1) * len(LANES) - 0.5).astype(int)
+        _cells(ax, shades[image], 0, 0, gap=False)
+        ax.set_title(title, fontsize=10)
+        ax.text(seq / 2, seq * 1.02, "keys j", ha="center", va="top", color=INK, fontsize=9)
+        ax.text(-seq * 0.02, seq / 2, "rows t", ha="right", va="center", rotation=90, color=INK, fontsize=9)
+        ax.set(xlim=(-seq * 0.06, seq * 1.01), ylim=(seq * 1.09, -seq * 0.01))
+        words.append(f"{title}: {(left >= 0.5).sum() / seq:.1f} keys a row have at least a half")
+    marks = {"nothing": 0, "a quarter": len(LANES) // 4, "a half": len(LANES) // 2, "all": len(LANES)}
+    _legend(figure, [Patch(color=shades[shade], label=label) for label, shade in marks.items()])
+    return Picture(figure, "; ".join(words) + ".")
+
+
 def writers(panels: Mapping[str, Report], name: str, cols: int) -> Picture:
     """How many blocks store to each word of a tensor: a colour for each block, dark where there are several."""
     images, words = {}, []
