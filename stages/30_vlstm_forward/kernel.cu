@@ -13,7 +13,7 @@
 // Cost      float32, H = B N heads, n = T / 64, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
 //           stage 23, causal, and for the gates
 //             global load sectors   8 H c n (n + 2) + 4 H c n (n - 1) (n - 2) / 3, the latter between two tiles
-//             shared wavefronts     a step: 640 loads and 16 a warp, 138 stores; a block: 96, 16 a warp, 6
+//             shared wavefronts     a step: 640 loads, 16 more a warp, 138 stores; a block: 96, 16 more a warp, 6
 //             barriers              a step 1, a block 3
 // Limits    The gates between a tile of keys and the rows are added up anew for each pair of tiles: stage 31. While 64
 //           threads add up D, no others multiply. Each chunk of a Dv past CHUNK computes D and S anew. No backward.

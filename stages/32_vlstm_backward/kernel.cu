@@ -1,24 +1,25 @@
 // Stage 32: the gradients of the vLSTM, by the kernel of its forward
 //
-// Problem   H of stage 31, and from the gradient G of H those of q, k, v, i and f, true ones: the normaliser, and with
-//           eps the maximum of the row, are not constants. normalizer_gradient=False: they are.
-// Before    Stage 31 finds m on its walk and shrinks what was summed. It keeps nothing, and autograd through the formula
-//           keeps some five matrices of T x T words.
-// Idea      With N = max(|sum u|, 1) + eps exp(m) for each row, M = log N and b = -(G . H) sign(sum u) where |sum u| > 1:
+// Problem   H as in stage 31, and from its gradient G those of q, k, v, i and f: through the normaliser and, with eps,
+//           through the maximum of the row as well. normalizer_gradient=False: as if both were constants.
+// Before    Stage 31 keeps none of its weights. Autograd through the formula keeps T x T words, several times.
+// Idea      N = max(|sum u|, 1) + eps exp(m), M = log N, and b = -(G . H) sign(sum u) where |sum u| > 1, else 0:
 //             H = s (Q K^T exp(D - M)) V             dQ = s ((G V^T + b) exp(D - M)) K
 //             dK = s ((V G^T + b) exp(D - M)^T) Q    dV = s (K Q^T exp(D - M)^T) G
-//           One kernel, four times. H takes m for M and divides at the end; m needs gates alone, m_t = max(m_{t-1} +
-//           log sigmoid(f_t), i_t), and so comes first. The gates need sums of E = dD over rows and columns: q_t . dq_t
-//           and k_j . dk_j. di_j = k_j . dk_j, df_k = sigmoid(-f_k) sum_{t >= k} (q_t . dq_t - k_t . dk_t). E[t, t] is
-//           in both: they are taken before the diagonal is added, or it would hide the rest where little is kept.
-//           The maximum of row t sits in key t where m_t = i_t, and else in the key of row t - 1: what eps exp(m) gives
-//           is a sum over a run of rows. Where two keys tie, the later one gets all.
-// Mapping   product: as in stage 31, a block: TILE rows x CHUNK columns, the walk starts at the diagonal; rows are keys,
-//           keys are queries, and the walk goes up, for dK and dV. rows: a warp a row. maxima, gates: a warp a head.
-// Cost      float32, H = B N heads, T of 64, Dk, Dv = 64 or of 128.
-//             TODO
-// Limits    Q K^T and G V^T are computed twice each. The scans have a warp for each head. Without tensor cores.
-//           Products of weights far above 1 (a sum that cancels) are as exact as the gates' sums are.
+//           One kernel, four times. H takes m for M and divides at the end; m_t = max(m_{t-1} + log sigmoid(f_t), i_t)
+//           comes of the gates alone, before. With E = dD, di_j is the sum of column j of E, which is k_j . dk_j,
+//           and df_k / sigmoid(-f_k) the sum of all rows t >= k, q_t . dq_t, less that of their columns. E[t, t] is in
+//           both: it is left out, lest it hide the rest. The maximum of row t is in key t where m_t = i_t, else where
+//           that of the row before is (at a tie the later key has it): what eps gives is a sum over a run of rows.
+// Mapping   product: as in stage 31; for dK and dV rows are keys, from the diagonal on to the last query. maxima and
+//           gates: a warp for each head. rows: a warp for each row. No atomics: equal bit for bit on every run.
+// Cost      float32, H = B N heads, n = T / 64, T of 64, Dk of 16, Dv = 64 or of 128; c = ceil(Dv / 128) chunks
+//           the forward: stage 23, causal, and for the gates (the backward: backward_cost in stage.py)
+//             global load sectors   8 H c n (n + 1) + 8 H n (c + 2), store sectors 16 H n
+//             shared wavefronts     a step: 640 loads, 132 stores; a block: 16 loads a warp, 6 stores
+//             barriers              a step 1, a block 1
+// Limits    Q K^T and G V^T are computed twice for the gradients: six products, five would do. In 16 bits b takes
+//           H as it is rounded. df has the digits of the sums' terms, and those may cancel. No tensor cores: stage 33.
 // Run       python -m stages run 32
 
 #include "common/device.h"
@@ -143,7 +144,7 @@ __global__ void vlstm_maxima(View<const T, 3> i,            // [batch, heads, se
   for (int64_t t0 = 0; t0 < seq; t0 += WARP) {
     const int64_t t = t0 + lane;
     Sum a = log_gate<Sum>(f, batch, head, t, false), m = log_gate<Sum>(i, batch, head, t, true);
-    for (int reach = 1; reach < WARP; reach *= 2) {
+    for (int reach = 1; reach != WARP; reach *= 2) {
       const Sum older_a = __shfl_up_sync(~0u, a, reach), older_m = __shfl_up_sync(~0u, m, reach);
       if (lane >= reach) m = max(older_m + a, m), a += older_a;
     }
@@ -153,8 +154,8 @@ __global__ void vlstm_maxima(View<const T, 3> i,            // [batch, heads, se
   }
 }
 
-// O = s ((Q K^T + b) * exp(D - M)) V. For the gradients of H others are in the places of Q, K, V and O, and for those of
-// k and v a row is a key, and what is called key here is a query. D is [query, key], and b and M are the queries'.
+// O = s ((Q K^T + b) * exp(D - M)) V. For the gradients others are in the places of Q, K, V and O, and for those of k
+// and v a row is a key, and what is called key here is a query. D is [query, key], and b and M are the queries'.
 // grid (B N * ceil(T / TILE) * chunks of O), block (THREADS)
 template <typename T, int CHUNK>
 __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESIDENT)
@@ -200,7 +201,9 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   if (row < TILE) bias[row] = has_row && product == DQ ? rows(0, batch, head, row0 + row) : 0;
 
   Sum out[P::EACH][P::EACH] = {};
-  for (int64_t key0 = row0; key0 >= 0 && key0 < seq; key0 += causal ? -TILE : TILE) {
+  const int64_t steps = causal ? row0 / TILE + 1 : tiles - row0 / TILE;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t key0 = row0 + (causal ? -step : step) * TILE;
     if (row < TILE) {
       const int64_t at = key0 + row;
       log_f[row] = log_gate<Sum>(f, batch, head, at, false);
@@ -216,11 +219,11 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
       Sum local = 0;
       for (int n = 0; n < TILE; ++n) {
         const int key = causal ? TILE - 1 - n : n;
-        const bool hidden = key0 == row0 && (causal ? key > row : key < row);
-        const Sum step = hidden ? 0 : log_f[key];
-        if (!causal && !(key0 == row0 && key == row)) local += step;
-        s_tile[key][row] = hidden ? Sum(-INFINITY) : (row_part + key_part[key]) + (start + local);
-        if (causal) local += step;
+        const bool cut = step == 0, hidden = cut && (causal ? key > row : key < row);
+        const Sum gate_of_key = log_f[key], both = row_part + key_part[key];
+        if (!causal) local += hidden || (cut && key == row) ? 0 : gate_of_key;
+        s_tile[key][row] = hidden ? Sum(-INFINITY) : both + (start + local);
+        if (causal) local += hidden ? 0 : gate_of_key;
       }
       start += local;
     }
@@ -241,7 +244,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
         const Sum d = s_tile[key][r];
         Sum weight = scale * (s[a][b] + bias[causal ? r : key]) * std::exp(d);
         if (d == Sum(-INFINITY)) weight = 0;  // also where s is infinite or NaN
-        if (dots && key0 == row0 && key == r) diagonal[r] = weight, weight = 0;
+        if (dots && step == 0 && key == r) diagonal[r] = weight, weight = 0;
         s_tile[key][r] = weight;
       }
     }
@@ -272,15 +275,15 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
     const int r = y + P::SIDE_Y * a;
+    const Sum first = product == H ? half[r] : 1, second = product == H ? rest[r] : 1, alone = dots ? diagonal[r] : 0;
     Sum dot = 0, dot_aside = 0;  // own . o without the diagonal, and what it adds
     UNROLL
     for (int c = 0; c < P::EACH; ++c) {
       const int64_t col = col0 + x + P::SIDE_X * c;
       if (row0 + r >= seq || col >= o.size[3]) continue;
-      Sum value = out[a][c];
-      if (product == H) value = value * half[r] * rest[r];
+      Sum value = out[a][c] * first * second;
       if (dots) {
-        const Sum word = Sum(own(batch, head, row0 + r, col)), aside = diagonal[r] * Sum(v_head(row0 + r, col));
+        const Sum word = Sum(own(batch, head, row0 + r, col)), aside = alone * Sum(v_head(row0 + r, col));
         dot += word * value;
         dot_aside += word * aside;
         value += aside;
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   }
 }
 
-// What the gradients need of a row: b, M, and x, the gradient of its maximum. In logarithms, for exp(m) may be anything.
+// What the gradients need of a row: b, M, and x, the gradient of its maximum; in logarithms, exp(m) may be anything.
 // grid (ceil(B N T / WARPS)), block (WARP, WARPS)
 template <typename T>
 __global__ void vlstm_rows(View<const T, 4> dh,                 // [batch, heads, seq, Dv]
@@ -321,14 +324,14 @@ __global__ void vlstm_rows(View<const T, 4> dh,                 // [batch, heads
   const Sum l = rows(0, batch, head, t), m = rows(1, batch, head, t), sum = m + std::log(std::abs(l));  // of |u|
   const Sum least = max(m + LEAST_LOG<Sum>, Sum(0)), top = max(sum, least), peak = m + log_eps;
   const Sum n = gate == BARE ? 0 : top - log_sigmoid(top - peak);  // of exp(top) + exp(peak)
-  lines(0, batch, head, t) = normalizer_gradient && sum > least ? (l < 0 ? dot : -dot) : 0;
+  lines(0, batch, head, t) = normalizer_gradient && top != least ? -dot * std::copysign(Sum(1), l) : 0;
   lines(1, batch, head, t) = n;
   lines(2, batch, head, t) = normalizer_gradient && gate == EXP ? -dot * std::exp(peak - n) : 0;
 }
 
 // The gradients of the gates, from the sums of E over the rows and columns. df_k = sigmoid(-f_k) times all E[t, j] with
-// t >= k > j: what the rows from k on have more than the columns from k on, or the columns before k more than the rows.
-// Of the two the one with the smaller terms loses fewer digits.
+// t >= k > j: what the rows from k on have more than the columns from k on. All rows have as much as all columns; what
+// rounding has made of that is taken off, from each sum in proportion to the size of its terms.
 // grid (B N), block (WARP)
 template <typename T>
 __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, heads, seq]
@@ -344,11 +347,11 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
   const int64_t seq = i.size[2], batch = blockIdx.x / i.size[1], head = blockIdx.x % i.size[1];
   const auto part = [&](int which, int64_t t) {
     Sum sum = 0;
-    for (int64_t chunk = 0; t < seq && chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, t);
+    for (int64_t chunk = 0; chunk < parts.size[1]; ++chunk) sum += parts(which, chunk, batch, head, t);
     return sum;
   };
 
-  double all = 0, all_size = 0;  // of the terms; all of them should give 0
+  double all = 0, all_size = 0;  // of the terms, and of the terms without their signs
   for (int64_t t = lane; t < seq; t += WARP) {
     const Sum row = part(0, t), column = part(1, t);
     all += double(row) - double(column), all_size += std::abs(row) + std::abs(column);
@@ -361,7 +364,8 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
   for (int64_t t0 = (seq - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
     const int64_t t = t0 + lane;
     const bool inside = t < seq;
-    const Sum row = part(0, t), column = part(1, t), x = inside ? lines(2, batch, head, t) : 0;
+    const Sum row = inside ? part(0, t) : 0, column = inside ? part(1, t) : 0,
+              x = inside ? lines(2, batch, head, t) : 0;
     const Sum input = log_gate<Sum>(i, batch, head, t, true);
 
     // The maximum of row t is in key t, and a run of rows begins whose maximum is there, or it is where that of the row
@@ -369,7 +373,7 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
     const bool begins = inside && rows(1, batch, head, t) == input;
     double sum = double(row) - double(column), size = std::abs(row) + std::abs(column), run = begins ? 0 : x;
     int open = !begins;
-    for (int reach = 1; reach < WARP; reach *= 2) {
+    for (int reach = 1; reach != WARP; reach *= 2) {
       const double sum_next = __shfl_down_sync(~0u, sum, reach), size_next = __shfl_down_sync(~0u, size, reach);
       const double run_next = __shfl_down_sync(~0u, run, reach);
       const int open_next = __shfl_down_sync(~0u, open, reach);
@@ -383,7 +387,7 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
     const double peak = begins ? x + (lane == WARP - 1 ? run_after : run_next) : 0;
     after = __shfl_sync(~0u, sum, 0), after_size = __shfl_sync(~0u, size, 0), run_after = __shfl_sync(~0u, run, 0);
     if (inside) {
-      const double across = 2 * size > all_size ? sum - all : sum;
+      const double across = sum - all * (size / max(all_size, 1e-300));
       const Sum through = gate == EXP ? 1 : std::exp(log_sigmoid(-input));
       di(batch, head, t) = T((part(2, t) + Sum(peak)) * through);
       df(batch, head, t) = T(Sum(across + run) * std::exp(log_sigmoid(-Sum(f(batch, head, t)))));
@@ -400,10 +404,11 @@ void start(Stream stream, View<const T, 4> q, View<const T, 4> k, View<const T, 
 }
 
 template <typename T, typename... Arguments>
-void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own, Arguments... arguments) {
+void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own,
+                   Arguments... arguments) {
   constexpr int WIDE = sizeof(T) == 8 ? 64 : 128;  // as wide as o, as far as registers go: float64 has half as many
-  const auto launcher = o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...>
-                                       : &start<T, 64, View<const T, 4>, Arguments...>;
+  const auto launcher =
+      o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...> : &start<T, 64, View<const T, 4>, Arguments...>;
   launcher(stream, q.as<T>(), k.as<T>(), v.as<T>(), o.as<T>(), own.as<T>(), arguments...);
 }
 
