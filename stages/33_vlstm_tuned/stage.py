@@ -91,12 +91,12 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
         + (4 * steps + seen - diagonal * across) * (each + keys)
         + diagonal * (visible + warps) * passes
         + diagonal * warps * 2 * tile
-        + blocks * (owners * across * passes + 8 * each),
+        + blocks * 2 * (owners * across * passes + 4 * each),
         shared_store_wavefronts=(
             seen * each * keys + diagonal * warps * (3 + tile) + steps * (2 * owners + warps) + blocks * 3 * owners
         )
         * passes
-        + blocks * 4 * each,
+        + blocks * 8 * each,
         shared_copy_wavefronts=(copied + filled) * 4 + mixed * 2,
         barriers=steps * (Dk * itemsize // 128 + 2) + diagonal + blocks * 2,
     )
@@ -112,7 +112,7 @@ stage = Stage(
     registers=255,
     options=(
         {},
-        {"eps": 0.5},
+        {"eps": 0.01},
         {"normalizer_gradient": False},
         {"input_gate": "sigmoid"},
         {"input_gate": "sigmoid", "normalize": False},
