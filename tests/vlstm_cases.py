@@ -103,7 +103,7 @@ class VlstmCases(StageCases):
     def test_extreme_gates_in_other_types(self, dtype, value, device):
         allowed = 1e-13 if dtype is torch.float64 else unit_roundoff(dtype) + 3e-5
         for gates in (slice(3, 4), slice(4, 5), slice(3, 5)):  # i, f, both
-            for where in (slice(None), 0, 70, slice(0, None, 7)):
+            for where in (slice(None), slice(0, None, 7)):
                 given = self.arguments((1, 1, 140, 4, 5), dtype, device)
                 for x in given[gates]:
                     x[:, :, where] = value

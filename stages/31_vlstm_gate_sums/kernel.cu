@@ -118,13 +118,13 @@ __device__ __forceinline__ Sum log_gate(View<const T, 3> x, int64_t batch, int64
 // grid (B N * ceil(T / TILE) * ceil(Dv / CHUNK)), block (THREADS)
 template <typename T, int CHUNK>
 __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESIDENT)
-    vlstm_forward(View<const T, 4> q,  // [batch, heads, seq, Dk]
-                  View<const T, 4> k,  // [batch, heads, seq, Dk]
-                  View<const T, 4> v,  // [batch, heads, seq, Dv]
-                  View<const T, 3> i,  // [batch, heads, seq]
-                  View<const T, 3> f,  // [batch, heads, seq]
-                  View<T, 4> h,        // [batch, heads, seq, Dv]
-                  Accumulator<T> scale, Accumulator<T> eps, int gate) {
+    vlstm_gate_sums(View<const T, 4> q,  // [batch, heads, seq, Dk]
+                    View<const T, 4> k,  // [batch, heads, seq, Dk]
+                    View<const T, 4> v,  // [batch, heads, seq, Dv]
+                    View<const T, 3> i,  // [batch, heads, seq]
+                    View<const T, 3> f,  // [batch, heads, seq]
+                    View<T, 4> h,        // [batch, heads, seq, Dv]
+                    Accumulator<T> scale, Accumulator<T> eps, int gate) {
   using P = Plan<T, CHUNK>;
   using Sum = typename P::Sum;
   constexpr int KEYS = TILE / P::SIDE_X;  // of a thread in a step
@@ -235,8 +235,8 @@ template <typename T, int CHUNK>
 void start(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4> h, double scale, double eps, int gate,
            Stream stream) {
   const int64_t blocks = h.size[0] * h.size[1] * ceil_div(h.size[2], TILE) * ceil_div(h.size[3], CHUNK);
-  launch<vlstm_forward<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, q.as<T>(), k.as<T>(), v.as<T>(),
-                                  i.as<T>(), f.as<T>(), h.as<T>(), Accumulator<T>(scale), Accumulator<T>(eps), gate);
+  launch<vlstm_gate_sums<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, q.as<T>(), k.as<T>(), v.as<T>(),
+                                    i.as<T>(), f.as<T>(), h.as<T>(), Accumulator<T>(scale), Accumulator<T>(eps), gate);
 }
 
 void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4> h, double scale, double eps, int gate,
