@@ -167,9 +167,31 @@ def test_the_command_lists_mutants(capsys):
     assert "k0 + x < inner -> k0 + x <= inner" in capsys.readouterr().out
 
 
+def test_a_record_knows_the_kernel_but_not_its_comments(monkeypatch, tmp_path):
+    monkeypatch.setattr(mutate, "RECORD", tmp_path / "mutants.json")
+    assert mutate.read_record() == {}
+    only(monkeypatch, "__syncthreads() removed")
+    assert main(["mutate", "12", "--record"]) == 0
+    source = stages.load("12").source.read_text()
+    entry = {"kernel": mutate.fingerprint(source), "mutants": 2, "caught": 2, "of no consequence": 0, "survived": 0}
+    assert mutate.read_record() == {"12_matmul_shared": entry}
+    commented = source.replace("  __syncthreads();", "  // a word\n  __syncthreads();")
+    assert commented != source and mutate.fingerprint(commented) == mutate.fingerprint(source)
+    assert mutate.fingerprint(source.replace("__syncthreads()", "(void)0", 1)) != mutate.fingerprint(source)
+
+
 @pytest.mark.parametrize("name", stages.names())
-def test_every_mutant_of_a_stage_is_caught(name):
+def test_every_mutant_of_a_stage_has_been_caught(name):
+    """By `python -m stages mutate NN --record`, which is to be run after a change of a kernel."""
+    source = stages.load(name).source.read_text()
+    entry = mutate.read_record()[name]
+    assert entry["kernel"] == mutate.fingerprint(source)
+    assert entry["mutants"] == len(mutate.mutants(source)) and entry["survived"] == 0
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_some_mutants_of_a_stage_are_caught_again(name):
     stage = stages.load(name)
-    outcomes = mutate.run(stage)
+    outcomes = mutate.run(stage, some=6)
     assert outcomes
     assert not any(outcome.survived for outcome in outcomes), mutate.table(stage, outcomes)

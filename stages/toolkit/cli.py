@@ -182,7 +182,7 @@ def diff_stages(options: argparse.Namespace) -> int:
 
 
 def mutate_stages(options: argparse.Namespace) -> int:
-    return max(mutate.report(load(name), options.jobs, options.list) for name in options.stages)
+    return max(mutate.report(load(name), options.jobs, options.list, options.record) for name in options.stages)
 
 
 def device_facts(options: argparse.Namespace) -> int:
@@ -385,6 +385,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP)
     sub.add_argument("--jobs", "-j", type=int, default=2, help="mutants at a time; default: 2")
     sub.add_argument("--list", action="store_true", help="only list the mutants")
+    sub.add_argument("--record", action="store_true", help="write the score down in stages/measured/mutants.json")
 
     summary = "show the facts of the GPU and of the CPU device that a kernel's author needs"
     command("device", device_facts, summary, "device")

@@ -7,9 +7,15 @@ that passes all of them has survived: either a check is missing, or what was tak
 of no consequence, `stage.py` says so and why, by the name that the table gives the mutant:
 
     EQUIVALENT = {"if (x < N) y(x) = 0;  [x < N -> x <= N]": "y has a place more than it needs"}
+
+To try all mutants of all stages takes hours. So `mutate --record` writes down, in `stages/measured/mutants.json`, of
+which kernel it has tried all and how many were caught. A test sees that this is the kernel that stands there, comments
+aside, and tries some of its mutants again.
 """
 
+import hashlib
 import importlib
+import json
 import multiprocessing
 import re
 import tempfile
@@ -34,6 +40,7 @@ SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 LAUNCH_SECONDS = 2.0  # after which the CPU device gives up a launch that waits for itself
 MUTANT_SECONDS = 120.0  # after which a mutant's process is ended, whatever it is doing
 UNCHANGED = "(unchanged)"
+RECORD = Path(__file__).resolve().parents[1] / "measured" / "mutants.json"
 
 
 @dataclass(frozen=True)
@@ -373,6 +380,7 @@ def run(
     equivalent: Mapping[str, str] | None = None,
     jobs: int = 2,
     progress: Callable[[Outcome], None] = lambda outcome: None,
+    some: int | None = None,
 ) -> list[Outcome]:
     """Try all mutants of a stage's kernel, or of another kernel that takes its place.
 
@@ -380,6 +388,7 @@ def run(
         equivalent: Which mutants may survive, and why; by default what `stage.py` declares in EQUIVALENT.
         jobs: How many to build and check at a time.
         progress: Called with each outcome as soon as there is one.
+        some: Try no more than so many, spread over the kernel.
 
     Raises:
         NotAvailable: The kernel as it stands does not pass, or an entry of `equivalent` is no survivor of this kernel.
@@ -412,7 +421,12 @@ def run(
         if unchanged.caught:
             raise NotAvailable(f"{stage.name}: the kernel as it stands does not pass: {'; '.join(unchanged.caught)}")
         with ThreadPoolExecutor(jobs) as pool:
-            outcomes = list(pool.map(attempt, *zip(*enumerate(mutants(source), 1), strict=True)))
+            chosen = mutants(source)
+            if some is not None:
+                chosen = chosen[:: -(-len(chosen) // some)]
+            outcomes = list(pool.map(attempt, range(1, len(chosen) + 1), chosen))
+    if some is not None:
+        return outcomes
     excused = {outcome.name for outcome in outcomes if outcome.excuse}
     for name in equivalent:
         if name not in excused:
@@ -440,7 +454,32 @@ def table(stage: Stage, outcomes: list[Outcome]) -> str:
     return text
 
 
-def report(stage: Stage, jobs: int = 2, listed: bool = False) -> int:
+def fingerprint(source: str) -> str:
+    """What a kernel is, however it is commented."""
+    return hashlib.sha256(" ".join(blank(source).split()).encode()).hexdigest()[:16]
+
+
+def read_record() -> dict[str, dict[str, object]]:
+    """For each stage all of whose mutants were tried: the kernel's fingerprint, and how many were caught or excused."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def write_record(stage: Stage, outcomes: list[Outcome]) -> None:
+    """Write down that all mutants of the kernel as it stands were tried."""
+    tried = [outcome for outcome in outcomes if outcome.compiled]
+    entry = {
+        "kernel": fingerprint(stage.source.read_text(encoding="utf-8")),
+        "mutants": len(outcomes),
+        "caught": sum(bool(outcome.caught) for outcome in tried),
+        "of no consequence": sum(bool(outcome.excuse) for outcome in tried),
+        "survived": sum(outcome.survived for outcome in tried),
+    }
+    record = read_record() | {stage.name: entry}
+    lines = (f"  {json.dumps(name)}: {json.dumps(record[name])}" for name in sorted(record))
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def report(stage: Stage, jobs: int = 2, listed: bool = False, recorded: bool = False) -> int:
     """The command `mutate`: prints the table, gives the exit code."""
     if listed:
         rows = [(str(m.line), m.kind, m.change) for m in mutants(stage.source.read_text(encoding="utf-8"))]
@@ -450,4 +489,6 @@ def report(stage: Stage, jobs: int = 2, listed: bool = False) -> int:
     outcomes = run(stage, jobs=jobs)
     print(table(stage, outcomes))
     print(f"{time.monotonic() - began:.0f} s")
+    if recorded:
+        write_record(stage, outcomes)
     return int(any(outcome.survived for outcome in outcomes))
