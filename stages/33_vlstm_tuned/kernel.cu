@@ -323,7 +323,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) {
             const int r = my_row + 8 * a, k = my_key + 4 * b, ahead = k - r % P::TILE;
-            s[a][b] = (up ? ahead < 0 : ahead > 0) ? 0 : s[a][b] * shared->weights[r][k];  // 0 also for NaN
+            const Sum factor = shared->weights[r][k];
+            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
             if (dots && ahead == 0) shared->own_weight[r] = s[a][b], s[a][b] = 0;
           }
         }
@@ -335,7 +336,10 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
         for (int a = 0; a < P::EACH; ++a) {
           const Sum row_factor = shared->row_factor[my_row + 8 * a];
           UNROLL
-          for (int b = 0; b < P::KEYS; ++b) s[a][b] *= row_factor * key_factor[b];
+          for (int b = 0; b < P::KEYS; ++b) {
+            const Sum factor = row_factor * key_factor[b];
+            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
+          }
         }
       }
       UNROLL
