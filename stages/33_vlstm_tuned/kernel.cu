@@ -2,19 +2,29 @@
 //
 // Problem   H, and the gradients of q, k, v, i and f, as in stage 32.
 // Before    Stage 32 walks in the right way, but 4096 exponentials stand in each step between two products, operands
-//           come word by word, everyone waits for them, and eight reads of shared memory feed 64 products.
+//           come word by word, everyone waits for them, and sixteen reads of shared memory feed 64 products.
 // Idea      1 Between two different tiles D is a sum of two parts: D[t, j] = own[t] + (gates of the tiles between) +
 //             after[j]. So exp(D - M) is a factor of the row times a factor of the key, 128 exponentials for 4096
-//             weights; only on the diagonal each weight has one of its own.
+//             weights; only on the diagonal each weight has one of its own. With the largest `after` of the tile taken
+//             from the key and given to the row, neither overflows.
 //           2 What a row or a key brings along depends on the gates alone, also the maximum m. A kernel of its own
 //             computes it for all products, and nothing is rescaled on the way.
 //           3 The products of stages 13 and 14: 8 x 8 sums of a thread, reads of 16 bytes, two wavefronts each, copies
 //             by cp.async into the one buffer while the other one is multiplied.
 //           4 One kernel for H, dQ, dK and dV: out = ((X Y^T + b) * exp(D - M)) Z, causal or its transpose.
 // Mapping   block: ROWS x COLS outputs, 4 warps; a warp has TILE rows; a step of the walk: TILE keys.
-// Cost      (see stage.py)
-// Limits    Operands of 16 bits are converted by each thread that reads them; tensor cores take them as they are (stage
-//           34). Work grows with T^2, in stage 36 with T.
+// Cost      the forward, float32, H = B N heads, n = T / 64, Dk of 32; Dv = 64 and T of 128, or Dv = 128 c and T of 64
+//             blocks b              H n / 2                                 H c n
+//             steps s               H n (n + 2) / 4                         H c n (n + 1) / 2
+//             global load sectors   s (24 Dk + 592) + 64 b                  s (16 Dk + 1064) + 32 b
+//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 380)      s (24 Dk + 2144) + 362 b, loads
+//                                   266 s + 216 b                           134 s + 204 b, stores
+//                                   s (6 Dk + 128)                          s (4 Dk + 256), copies
+//             barriers              s (Dk / 32 + 2) + 4 b                   s (Dk / 32 + 2) + 3 b
+//           H T (Dv + 1) / 8 store sectors; for the gates 2 H n (n + 15) load sectors, 42 H n store sectors, 386 H n
+//           and 6 H n shared wavefronts, loads and stores, 2 H n barriers
+// Limits    X is copied anew in each step. Operands of 16 bits are converted by each thread that reads them; tensor
+//           cores take them as they are (stage 34). Work grows with T^2, in stage 36 with T.
 // Run       python -m stages run 33
 
 #include "common/async_copy.h"
@@ -180,8 +190,8 @@ __device__ __forceinline__ void gates_of(View<const T, 3> i, View<const T, 3> f,
   }
 }
 
-// s exp(D - M) for a key of such a tile and each query from it on, D as a sum of the gates between. For either walk in the same
-// order, so that a weight of dQ is, bit for bit, that of dK: what df is made of is a small difference of their sums.
+// s exp(D - M) for a key of such a tile and each query from it on, D as a sum of the gates between. For either walk in
+// the same order, so that a weight of dQ is, bit for bit, that of dK: df is made of a small difference of their sums.
 template <typename P, typename Sum>
 __device__ __forceinline__ void add_up(bool up, Sum scale, typename P::Shared& shared, int row0) {
   const int key = threadIdx.x % P::TILE;
@@ -373,8 +383,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     }
   }
 
-  // The sum of a row: l, or q . dq or k . dk. The weight of its own position is added to the latter two last: E[t, t] is
-  // in both, and would hide what else there is where gates keep little.
+  // The sum of a row: l, or q . dq or k . dk. The weight of its own position is added to the latter two last: E[t, t]
+  // is in both, and would hide what else there is where gates keep little.
   Sum own_total[P::EACH] = {};
   if (dots) {
     UNROLL
@@ -531,10 +541,11 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The gradients of the gates, from q . dq and k . dk of each position and what went through the maximum. The largest D of
-// a row is in the same key as that of the row before, or in the row's own: so a key's rows are a run, which begins with
-// its own. df_k has the sum of q . dq - k . dk from k on. All of them should make 0: what they do make is rounding, which
-// is taken back, from each position by the size of its terms. Each thread goes through as many positions, in float64.
+// The gradients of the gates, from q . dq and k . dk of each position and what went through the maximum. The largest D
+// of a row is in the same key as that of the row before, or in the row's own: so a key's rows are a run, which begins
+// with its own. df_k has the sum of q . dq - k . dk from k on. All of them should make 0: what they do make is
+// rounding, which is taken back, from each position by the size of its terms. Each thread goes through as many
+// positions, in float64.
 // grid (B N), block (WALKERS)
 constexpr int WALKERS = 256;
 template <typename T>

@@ -105,7 +105,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
 stage = Stage(
     __file__,
     family=vlstm,
-    lesson="every product at the rate of a matmul",
+    lesson="a weight is a product of two factors; products as in stage 14",
     cost=cost,
     aligned=(1, 1, 128, 64, 64),
     registers=255,
