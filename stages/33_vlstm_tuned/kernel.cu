@@ -17,7 +17,7 @@
 //             blocks b              H n / 2                                 H c n
 //             steps s               H n (n + 2) / 4                         H c n (n + 1) / 2
 //             global load sectors   s (24 Dk + 592) + 64 b                  s (16 Dk + 1064) + 32 b
-//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 380)      s (24 Dk + 2144) + 362 b, loads
+//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 268)      s (24 Dk + 2144) + 418 b, loads
 //                                   266 s + 216 b                           134 s + 204 b, stores
 //                                   s (6 Dk + 128)                          s (4 Dk + 256), copies
 //             barriers              s (Dk / 32 + 2) + 4 b                   s (Dk / 32 + 2) + 3 b
