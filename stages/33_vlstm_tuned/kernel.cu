@@ -332,10 +332,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
         for (int a = 0; a < P::EACH; ++a) {
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) {
-            const int r = my_row + 8 * a, k = my_key + 4 * b, ahead = k - r % P::TILE;
-            const Sum factor = shared->weights[r][k];
+            const Sum factor = shared->weights[my_row + 8 * a][my_key + 4 * b];
             s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
-            if (dots && ahead == 0) shared->own_weight[r] = s[a][b], s[a][b] = 0;
           }
         }
       } else {
@@ -358,6 +356,16 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
         for (int b = 0; b < P::KEYS; ++b) {
           total[a] += s[a][b];
           shared->weights[my_row + 8 * a][my_key + 4 * b] = s[a][b];
+        }
+      }
+      if (dots && tile == warp_tile) {  // those of the row's own position go elsewhere
+        UNROLL
+        for (int a = 0; a < P::EACH; ++a) {
+          const int r = my_row + 8 * a, k = lane_y + 8 * a;
+          if (k % 4 == lane_x && k / (4 * P::KEYS) == warp % P::ACROSS) {
+            shared->own_weight[r] = shared->weights[r][k];
+            shared->weights[r][k] = 0;
+          }
         }
       }
     }
