@@ -122,7 +122,7 @@ __device__ __forceinline__ void start_copy(View<const T, 2> from, int64_t row0, 
 
 // s[i][j] += sum of x[8 i][k] y[4 j][k] over a piece.
 template <typename P, typename T, typename Sum>
-__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::KEYS], const T* x, const T* y) {
+__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::EACH], const T* x, const T* y) {
 #pragma unroll 2
   for (int k = 0; k < P::DEPTH; k += P::WIDE) {
     Vector<T, P::WIDE> x_part[P::EACH];
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
 
     if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, int64_t(tile) * P::TILE, *shared);
-    Sum s[P::EACH][P::KEYS];
+    Sum s[P::EACH][P::EACH];  // of the step: first of S, then of out
     for (int piece = 0; piece < pieces; ++piece, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece is whole, and nobody reads the other buffer any more
@@ -370,7 +370,11 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       }
     }
 
-    Sum part_sum[P::EACH][P::EACH] = {};
+    UNROLL
+    for (int a = 0; a < P::EACH; ++a) {
+      UNROLL
+      for (int c = 0; c < P::EACH; ++c) s[a][c] = 0;
+    }
     for (int half = 0; half < 2; ++half, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece, and before the first one the weights, are whole; the other buffer is free
@@ -381,13 +385,15 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
                  other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
                               : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
-      if (seen) multiply_values<P>(part_sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
+      if (seen) multiply_values<P>(s, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
       if (more) lay_down(next, mine, other);
     }
-    UNROLL
-    for (int a = 0; a < P::EACH; ++a) {
+    if (seen) {
       UNROLL
-      for (int c = 0; c < P::EACH; ++c) sum[a][c] += part_sum[a][c];
+      for (int a = 0; a < P::EACH; ++a) {
+        UNROLL
+        for (int c = 0; c < P::EACH; ++c) sum[a][c] += s[a][c];
+      }
     }
   }
 
