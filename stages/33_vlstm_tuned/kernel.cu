@@ -239,12 +239,12 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   const int my_col = warp % P::ACROSS * (4 * P::EACH) + lane_x * P::WIDE;  // its first column
 
   // Everything is counted along one grid dimension: y and z of a grid end at 65535, batch x heads and T need not.
-  const int64_t chunks = max(ceil_div(out.size[3], COLS), int64_t(1));
-  const int64_t tiles = ceil_div(seq, P::TILE), blocks = ceil_div(tiles, P::DOWN);
-  const int64_t chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % blocks, index = blockIdx.x / chunks / blocks;
-  const int64_t tile0 = (up ? turn : blocks - 1 - turn) * P::DOWN;  // the longest walks start first
-  const int64_t row0 = tile0 * P::TILE, col0 = chunk * COLS;
-  const int64_t batch = index / heads, head = index % heads;
+  const int chunks = int(max(ceil_div(out.size[3], COLS), int64_t(1)));
+  const int tiles = int(ceil_div(seq, P::TILE)), blocks = int(ceil_div(tiles, P::DOWN));
+  const int chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % blocks, index = blockIdx.x / chunks / blocks;
+  const int tile0 = (up ? turn : blocks - 1 - turn) * P::DOWN;  // the longest walks start first
+  const int64_t row0 = int64_t(tile0) * P::TILE, col0 = int64_t(chunk) * COLS;
+  const int batch = index / int(heads), head = index % int(heads);
   const View<const T, 2> x_head = matrix(x, batch, head), y_head = matrix(y, batch, head);
   const View<const T, 2> z_head = matrix(z, batch, head);
 
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   // Each row of the block has a thread that knows it; so has each position of a step, for each tile of rows. Of the two
   // parts of a weight, the query's takes in the gates between, however the walk goes.
   const int64_t row = row0 + thread;
-  const int row_tile = int(tile0) + thread / P::TILE, warp_tile = int(tile0) + warp / P::ACROSS;
+  const int row_tile = tile0 + thread / P::TILE, warp_tile = tile0 + warp / P::ACROSS;
   const bool owns_row = thread < P::ROWS && row < seq;
   struct Side {
     Sum own, factor, peak, bias, total;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     shared->key_factor[thread / P::TILE][thread % P::TILE] = up ? query_factor : key.factor;
     if (thread < P::TILE) shared->key_bias[thread] = role == KEYS ? other.bias : 0;
   };
-  const int first = int(up ? tile0 : min(tile0 + P::DOWN, tiles) - 1), steps = int(up ? tiles - tile0 : first + 1);
+  const int first = up ? tile0 : min(tile0 + P::DOWN, tiles) - 1, steps = up ? tiles - tile0 : first + 1;
   const int pieces = int(max(ceil_div(inner, P::DEPTH), int64_t(1)));
   start_factors(first, 0, shared->pieces[0]);
   lay_down(first, fetch(row_tile, row), fetch(first, int64_t(first) * P::TILE + thread % P::TILE));
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     }
 
     if (diagonal) {
-      if (row_tile == tile && thread < P::ROWS) add_up<P>(up, scale, *shared, int(tile - tile0) * P::TILE);
+      if (row_tile == tile && thread < P::ROWS) add_up<P>(up, scale, *shared, (tile - tile0) * P::TILE);
       __syncthreads();  // all factors are there
     }
     if (seen) {

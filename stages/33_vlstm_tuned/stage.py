@@ -108,7 +108,8 @@ stage = Stage(
     lesson="a weight is a product of two factors; products as in stage 14",
     cost=cost,
     aligned=(1, 1, 128, 64, 64),
-    registers=255,
+    registers=255,  # two blocks on a multiprocessor
+    spills=True,  # some 25 words a step, outside the loops that multiply
     options=(
         {},
         {"eps": 0.01},
