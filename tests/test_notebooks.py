@@ -310,8 +310,7 @@ def test_exercise_33(capsys):
         "T x[ROWS][PITCH], y[TILE][PITCH];": "T y[TILE][PITCH];",
         "Sum sums[2][ACROSS][ROWS];": "Sum sums[2][ACROSS][ROWS];\n    T x[2][ROWS][PITCH];",
         f"{copy}&to.factors.x[0][0]": (
-            "if (tile == (up ? tile0 : min(tile0 + P::DOWN, tiles) - 1))\n"
-            f"      {copy}&shared->x[k0 / P::DEPTH][0][0]"
+            f"if (tile == (up ? tile0 : min(tile0 + P::DOWN, tiles) - 1))\n      {copy}&shared->x[k0 / P::DEPTH][0][0]"
         ),
         "&part.x[my_row][0]": "&shared->x[piece][my_row][0]",
     }
