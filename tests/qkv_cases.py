@@ -146,9 +146,17 @@ class QkvCases(StageCases):
         rest = [row for row in range(70) if row not in (3, 66)]
         assert torch.equal(result[:, :, rest], expected[:, :, rest])
 
-    def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
+    def test_blocks_are_counted_along_x_alone(self):
+        """y and z of a grid end at 65535, which batch x heads and T may pass."""
+        for function in self.functions():
+            with xray.recording() as report:
+                function(*self.arguments(self.odd))
+            assert {launch.grid[1:] for launch in report.launches} == {(1, 1)}
+
+    @GPU
+    def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self):
         for batch, heads in ((66_000, 1), (3, 22_000)):
-            x = torch.ones(1, 1, 1, 1, device=device).expand(batch, heads, 1, 1)
+            x = torch.ones(1, 1, 1, 1, device="cuda").expand(batch, heads, 1, 1)
             assert (self.stage.qkv(x, x, x) == 1).all()
 
     @GPU

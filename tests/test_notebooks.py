@@ -299,6 +299,20 @@ def test_exercise_31(capsys):
     assert "race" in capsys.readouterr().out
 
 
+def test_exercise_32(capsys):
+    size = (1, 1, 256, 16, 64)
+    formula = lab.kernel("32").formula(*size)
+    limits = {"shared_load_wavefronts": formula.shared_load_wavefronts - 128 * 10, "load_sectors": formula.load_sectors}
+    read = "(s[a][b] + bias[causal ? r : key])"
+    for answer, reply in (
+        ("(s[a][b] + (dots ? bias[causal ? r : key] : 0))", "\nSolved."),
+        ("(s[a][b] + (causal ? bias[r] : bias[key]))", "but too much"),
+        ("(s[a][b] + 1)", "is wrong"),
+    ):
+        lab.exercise("32", {read: answer}, *size, at_most=limits)
+        assert reply in capsys.readouterr().out
+
+
 def test_exercise_33(capsys):
     size, rows, blocks, steps = (1, 1, 256, 64, 64), 128, 2, 6
     kernel = lab.kernel("33")

@@ -194,10 +194,21 @@ class VlstmCases(StageCases):
             rows = [row for row in range(140) if not (row in (30, 70) if which == 0 else 70 <= row < 90)]
             assert torch.equal(after[:, :, rows], before[:, :, rows])
 
-    def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
+    def test_blocks_are_counted_along_x_alone(self):
+        """y and z of a grid end at 65535, which batch x heads and T may pass."""
+        arguments = self.arguments(self.odd, requires_grad=True)
+        for function in self.functions():
+            with xray.recording() as report:
+                output = function(*arguments)
+                if self.stage.gradients:
+                    output.sum().backward()
+            assert {launch.grid[1:] for launch in report.launches} == {(1, 1)}
+
+    @GPU
+    def test_more_batches_and_heads_than_a_grid_has_in_y_or_z(self):
         for batch, heads in ((66_000, 1), (3, 22_000)):
-            x = torch.ones(1, 1, 1, 1, device=device).expand(batch, heads, 1, 1)
-            gate = torch.zeros(1, 1, 1, device=device).expand(batch, heads, 1)
+            x = torch.ones(1, 1, 1, 1, device="cuda").expand(batch, heads, 1, 1)
+            gate = torch.zeros(1, 1, 1, device="cuda").expand(batch, heads, 1)
             assert (self.stage.vlstm(x, x, x, gate, gate) == 1).all()
 
     def test_inputs_are_not_written(self, device):
@@ -539,9 +550,10 @@ class VlstmGradientCases(VlstmCases):
             two = torch.autograd.grad(output, arguments, torch.ones_like(output))
             assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
-    def test_gradients_of_more_batches_and_heads_than_a_grid_has_in_y_or_z(self, device):
-        x = torch.full((1, 1, 1, 1), 0.5, device=device).expand(3, 22_000, 1, 1)
-        gate = torch.zeros(1, 1, 1, device=device).expand(3, 22_000, 1)
+    @GPU
+    def test_gradients_of_more_batches_and_heads_than_a_grid_has_in_y_or_z(self):
+        x = torch.full((1, 1, 1, 1), 0.5, device="cuda").expand(3, 22_000, 1, 1)
+        gate = torch.zeros(1, 1, 1, device="cuda").expand(3, 22_000, 1)
         results = gradients(self.stage.vlstm, [x, x, x, gate, gate], x)  # H = q k v
         for result, value in zip(results, (0.125, 0.125, 0.125, 0.125, 0.0625, 0), strict=True):
             assert (result == value).all()

@@ -206,10 +206,11 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
     const int64_t key0 = row0 + (causal ? -step : step) * TILE;
     if (row < TILE) {
       const int64_t at = key0 + row;
+      const bool inside = at < seq;
       log_f[row] = log_gate<Sum>(f, batch, head, at, false);
       if (causal) key_part[row] = log_gate<Sum>(i, batch, head, at, gate == EXP);
-      else key_part[row] = at < seq ? -rows(1, batch, head, at) : 0;
-      if (product == DK) bias[row] = at < seq ? rows(0, batch, head, at) : 0;
+      else key_part[row] = inside ? -rows(1, batch, head, at) : 0;
+      if (product == DK) bias[row] = inside ? rows(0, batch, head, at) : 0;
     }
     __syncthreads();  // the gates are there before anyone adds them up
 
@@ -396,20 +397,21 @@ __global__ void vlstm_gates(View<const T, 3> i,                  // [batch, head
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-template <typename T, int CHUNK, typename... Arguments>
-void start(Stream stream, View<const T, 4> q, View<const T, 4> k, View<const T, 4> v, View<T, 4> o,
-           Arguments... arguments) {
+template <typename T, int CHUNK>
+void start(Output<4> o, Input<4> q, Input<4> k, Input<4> v, Input<4> own, Input<3> i, Input<3> f, Output<4> rows,
+           View<Accumulator<T>, 5> parts, double scale, double eps, int gate, Product product, Stream stream) {
+  using Sum = Accumulator<T>;
   const int64_t blocks = o.size[0] * o.size[1] * ceil_div(o.size[2], TILE) * chunks_of(o.size[3], CHUNK);
-  launch<vlstm_product<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, q, k, v, o, arguments...);
+  launch<vlstm_product<T, CHUNK>>({blocks}, dim3(Plan<T, CHUNK>::THREADS), 0, stream, q.as<T>(), k.as<T>(), v.as<T>(),
+                                  o.as<T>(), own.as<T>(), i.as<T>(), f.as<T>(), rows.as<Sum>(), parts, Sum(scale),
+                                  Sum(eps), gate, int(product));
 }
 
 template <typename T, typename... Arguments>
-void start_product(Stream stream, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own,
-                   Arguments... arguments) {
+void start_product(Output<4> o, Arguments... arguments) {
   constexpr int WIDE = sizeof(T) == 8 ? 64 : 128;  // as wide as o, as far as registers go: float64 has half as many
-  const auto launcher =
-      o.size[3] > 64 ? &start<T, WIDE, View<const T, 4>, Arguments...> : &start<T, 64, View<const T, 4>, Arguments...>;
-  launcher(stream, q.as<T>(), k.as<T>(), v.as<T>(), o.as<T>(), own.as<T>(), arguments...);
+  if (o.size[3] > 64) start<T, WIDE>(o, arguments...);
+  else start<T, 64>(o, arguments...);
 }
 
 void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4> h, Output<4> rows, double scale,
@@ -417,8 +419,7 @@ void vlstm(Input<4> q, Input<4> k, Input<4> v, Input<3> i, Input<3> f, Output<4>
   dispatch_floating(h.dtype, [&]<typename T>() {
     using Sum = Accumulator<T>;
     launch<vlstm_maxima<T>>({h.size[0] * h.size[1]}, dim3(WARP), 0, stream, i.as<T>(), f.as<T>(), rows.as<Sum>(), gate);
-    start_product<T>(stream, q, k, v, h, q, i.as<T>(), f.as<T>(), rows.as<Sum>(), View<Sum, 5>(), Sum(scale), Sum(eps),
-                     gate, int(H));
+    start_product<T>(h, q, k, v, q, i, f, rows, View<Sum, 5>(), scale, eps, gate, H, stream);
   });
 }
 
@@ -430,13 +431,12 @@ void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i,
     const int64_t heads = i.size[0] * i.size[1];
     launch<vlstm_rows<T>>({ceil_div(heads * i.size[2], WARPS)}, dim3(WARP, WARPS), 0, stream, dh.as<T>(), h.as<T>(),
                           rows.as<Sum>(), lines.as<Sum>(), Sum(std::log(eps)), gate, normalizer_gradient);
-    const auto gradient = [&](Product product, Input<4> q, Input<4> k, Input<4> v, Output<4> o, Input<4> own) {
-      start_product<T>(stream, q, k, v, o, own, i.as<T>(), f.as<T>(), lines.as<Sum>(), parts.as<Sum>(), Sum(scale),
-                       Sum(eps), gate, int(product));
+    const auto gradient = [&](Product product, Output<4> o, Input<4> q, Input<4> k, Input<4> v, Input<4> own) {
+      start_product<T>(o, q, k, v, own, i, f, lines, parts.as<Sum>(), scale, eps, gate, product, stream);
     };
-    gradient(DQ, dh, v, k, dq, q);
-    gradient(DK, v, dh, q, dk, k);
-    gradient(DV, k, q, dh, dv, v);
+    gradient(DQ, dq, dh, v, k, q);
+    gradient(DK, dk, v, dh, q, k);
+    gradient(DV, dv, k, q, dh, v);
     launch<vlstm_gates<T>>({heads}, dim3(WARP), 0, stream, i.as<T>(), f.as<T>(), rows.as<Sum>(), lines.as<Sum>(),
                            parts.as<Sum>(), di.as<T>(), df.as<T>(), gate);
   });

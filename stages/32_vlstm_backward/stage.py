@@ -109,7 +109,7 @@ stage = Stage(
     lesson="the gradients by the forward's kernel, gates from sums of rows",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
-    registers=168,
+    registers=255,  # eight warps on a multiprocessor: 64 sums for the result and up to 64 for S
     options=(
         {},
         {"normalizer_gradient": False},
@@ -119,3 +119,12 @@ stage = Stage(
     ),
     define={"launch_backward": launch_backward},
 )
+
+EQUIVALENT = {
+    "for (int64_t t0 = 0; t0 < seq; t0 += WARP) {  [t0 < seq -> t0 <= seq]": (
+        "past the last position a warp reads and stores nothing"
+    ),
+    "const bool inside = at < seq;  [at < seq -> at <= seq]": (
+        "the words of a key past the end, which lie before those of the line after, go into no product"
+    ),
+}

@@ -17,7 +17,7 @@
 //             blocks b              H n / 2                                 H c n
 //             steps s               H n (n + 2) / 4                         H c n (n + 1) / 2
 //             global load sectors   s (24 Dk + 592) + 64 b                  s (16 Dk + 1064) + 32 b
-//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 380)      s (24 Dk + 2144) + 362 b, loads
+//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 268)      s (24 Dk + 2144) + 418 b, loads
 //                                   266 s + 216 b                           134 s + 204 b, stores
 //                                   s (6 Dk + 128)                          s (4 Dk + 256), copies
 //             barriers              s (Dk / 32 + 2) + 4 b                   s (Dk / 32 + 2) + 3 b
@@ -122,7 +122,7 @@ __device__ __forceinline__ void start_copy(View<const T, 2> from, int64_t row0, 
 
 // s[i][j] += sum of x[8 i][k] y[4 j][k] over a piece.
 template <typename P, typename T, typename Sum>
-__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::KEYS], const T* x, const T* y) {
+__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::EACH], const T* x, const T* y) {
 #pragma unroll 2
   for (int k = 0; k < P::DEPTH; k += P::WIDE) {
     Vector<T, P::WIDE> x_part[P::EACH];
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;
 
     if (diagonal) gates_of<P>(i, f, lines.level, gate, batch, head, int64_t(tile) * P::TILE, *shared);
-    Sum s[P::EACH][P::KEYS];
+    Sum s[P::EACH][P::EACH];  // of the step: first of S, then of out
     for (int piece = 0; piece < pieces; ++piece, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece is whole, and nobody reads the other buffer any more
@@ -332,9 +332,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
         for (int a = 0; a < P::EACH; ++a) {
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) {
-            const int r = my_row + 8 * a, k = my_key + 4 * b, ahead = k - r % P::TILE;
-            s[a][b] = (up ? ahead < 0 : ahead > 0) ? 0 : s[a][b] * shared->weights[r][k];  // 0 also for NaN
-            if (dots && ahead == 0) shared->own_weight[r] = s[a][b], s[a][b] = 0;
+            const Sum factor = shared->weights[my_row + 8 * a][my_key + 4 * b];
+            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
           }
         }
       } else {
@@ -345,7 +344,10 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
         for (int a = 0; a < P::EACH; ++a) {
           const Sum row_factor = shared->row_factor[my_row + 8 * a];
           UNROLL
-          for (int b = 0; b < P::KEYS; ++b) s[a][b] *= row_factor * key_factor[b];
+          for (int b = 0; b < P::KEYS; ++b) {
+            const Sum factor = row_factor * key_factor[b];
+            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
+          }
         }
       }
       UNROLL
@@ -356,9 +358,23 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
           shared->weights[my_row + 8 * a][my_key + 4 * b] = s[a][b];
         }
       }
+      if (dots && tile == warp_tile) {  // those of the row's own position go elsewhere
+        UNROLL
+        for (int a = 0; a < P::EACH; ++a) {
+          const int r = my_row + 8 * a, k = lane_y + 8 * a;
+          if (k % 4 == lane_x && k / (4 * P::KEYS) == warp % P::ACROSS) {
+            shared->own_weight[r] = shared->weights[r][k];
+            shared->weights[r][k] = 0;
+          }
+        }
+      }
     }
 
-    Sum part_sum[P::EACH][P::EACH] = {};
+    UNROLL
+    for (int a = 0; a < P::EACH; ++a) {
+      UNROLL
+      for (int c = 0; c < P::EACH; ++c) s[a][c] = 0;
+    }
     for (int half = 0; half < 2; ++half, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece, and before the first one the weights, are whole; the other buffer is free
@@ -369,13 +385,15 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
                  other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
                               : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
-      if (seen) multiply_values<P>(part_sum, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
+      if (seen) multiply_values<P>(s, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
       if (more) lay_down(next, mine, other);
     }
-    UNROLL
-    for (int a = 0; a < P::EACH; ++a) {
+    if (seen) {
       UNROLL
-      for (int c = 0; c < P::EACH; ++c) sum[a][c] += part_sum[a][c];
+      for (int a = 0; a < P::EACH; ++a) {
+        UNROLL
+        for (int c = 0; c < P::EACH; ++c) sum[a][c] += s[a][c];
+      }
     }
   }
 

@@ -77,7 +77,6 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
     values = steps // chunks * tile * Dv * itemsize // 512  # without
     mixed = steps // chunks * tile * cols * itemsize // 512 if Dv % cols else 0  # some of both
     owners = rows // 32  # warps that have the threads of the rows
-    visible = sum(4 * b <= 8 * a + 7 for a in range(each) for b in range(keys * across))
     product = Counts(
         load_requests=copied + filled + (steps * 8 + blocks) * owners + diagonal * warps * 3,
         load_sectors=(copied + values) * 16
@@ -89,7 +88,7 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
         shared_load_wavefronts=seen * Dk // vector * (each + keys) * narrow
         + seen * tile // vector * each * (2 + narrow)
         + (4 * steps + seen - diagonal * across) * (each + keys)
-        + diagonal * (visible + warps) * passes
+        + diagonal * (across * each * keys + warps) * passes
         + diagonal * warps * 2 * tile
         + blocks * 2 * (owners * across * passes + 4 * each),
         shared_store_wavefronts=(

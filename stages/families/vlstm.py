@@ -26,8 +26,9 @@ blocks add to the same number, and results are equal bit for bit on every run. `
 
 The gates get their gradients from E = dD = (Q K^T) * (G V^T + b) * exp(D - M) s, and of E only the sums of its rows and
 columns: those are q_t . dq_t and k_j . dk_j, which are there already. di_j = k_j . dk_j, and df_k = sigmoid(-f_k) times
-the sum over t >= k of q_t . dq_t - k_t . dk_t. With eps > 0 the maximum adds x_t = -(G_t . H_t) eps exp(m_t - M_t) to
-the sum of row t and to that of the column in which the maximum is.
+the sum over t >= k of q_t . dq_t - k_t . dk_t. E[t, t] is in both, and left out of both: where gates are closed it is
+larger than all others by far, and would take their digits with it. With eps > 0 the maximum adds x_t = -(G_t . H_t) eps
+exp(m_t - M_t) to the sum of row t and to that of the column in which the maximum is; at a tie one of them gets all.
 
 xLSTM: Beck et al., 2024, https://arxiv.org/abs/2405.04517. The parallel form is its appendix A.3.
 """
