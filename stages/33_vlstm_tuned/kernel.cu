@@ -4,7 +4,7 @@
 // Before    Stage 32 walks in the right way, but 4096 exponentials stand in each step between two products, operands
 //           come word by word, everyone waits for them, and sixteen reads of shared memory feed 64 products.
 // Idea      1 Between two different tiles D is a sum of two parts: D[t, j] = own[t] + (gates of the tiles between) +
-//             after[j]. So exp(D - M) is a factor of the row times a factor of the key, 128 exponentials for 4096
+//             after[j]. So exp(D - M) is a factor of the row times a factor of the key, 128 numbers for 4096
 //             weights; only on the diagonal each weight has one of its own. With the largest `after` of the tile taken
 //             from the key and given to the row, neither overflows.
 //           2 What a row or a key brings along depends on the gates alone, also the maximum m. A kernel of its own
