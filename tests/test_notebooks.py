@@ -313,6 +313,28 @@ def test_exercise_32(capsys):
         assert reply in capsys.readouterr().out
 
 
+def test_exercise_33(capsys):
+    size, rows, blocks, steps = (1, 1, 256, 64, 64), 128, 2, 6
+    kernel = lab.kernel("33")
+    product = next(launch for launch in kernel.xray(*size).launches if "product" in launch.kernel)
+    sectors = kernel.formula(*size).load_sectors - (steps - blocks) * rows * 64 * 4 // 32
+    limits = {"load_sectors": sectors, "shared_bytes": product.dynamic_shared}
+    copy = "start_copy<P::ROWS, P::DEPTH, P::PITCH>(x_head, row0, k0, "
+    answer = {
+        "T x[ROWS][PITCH], y[TILE][PITCH];": "T y[TILE][PITCH];",
+        "Sum sums[2][ACROSS][ROWS];": "Sum sums[2][ACROSS][ROWS];\n    T x[2][ROWS][PITCH];",
+        f"{copy}&to.factors.x[0][0]": (
+            f"if (tile == (up ? tile0 : min(tile0 + P::DOWN, tiles) - 1))\n      {copy}&shared->x[k0 / P::DEPTH][0][0]"
+        ),
+        "&part.x[my_row][0]": "&shared->x[piece][my_row][0]",
+    }
+    lab.exercise("33", answer, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    hasty = {"      __syncthreads();  // all factors are there\n": ""}
+    lab.exercise("33", hasty, *size, at_most=limits)
+    assert "race" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
