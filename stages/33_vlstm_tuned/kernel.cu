@@ -118,10 +118,11 @@ __device__ __forceinline__ void start_copy(View<const T, 2> from, int64_t row0, 
     const T* word = &from(row0 + row, col0 + col);
 #pragma unroll 1
     for (int r = 0; r < ROWS; r += STEP, word += STEP * from.stride[0]) {
+      const bool inside = r < end - row;
       if constexpr (sizeof(T) >= 4) {
-        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, r < end - row);
+        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, inside);
       } else {  // cp.async takes no less than 4 bytes
-        const T value = r < end - row ? *word : T(0);
+        const T value = inside ? *word : T(0);
         piece[(row + r) * PITCH + col] = value;
       }
     }
@@ -144,10 +145,11 @@ __device__ __forceinline__ void start_turned_copy(View<const T, 2> from, int64_t
     const T* word = &from(row0 + row, col0 + col);
 #pragma unroll
     for (int r = 0; r < P::ROWS; r += STEP, word += STEP * from.stride[0]) {
+      const bool inside = r < end - row;
       if constexpr (sizeof(T) >= 4) {
-        async_copy<sizeof(T)>(&piece[col][row + r], word, r < end - row);
+        async_copy<sizeof(T)>(&piece[col][row + r], word, inside);
       } else {  // cp.async takes no less than 4 bytes, and converts nothing
-        const T value = r < end - row ? *word : T(0);
+        const T value = inside ? *word : T(0);
         piece[col][row + r] = Sum(value);
       }
     }
