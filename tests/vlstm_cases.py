@@ -462,6 +462,14 @@ class VlstmGradientCases(VlstmCases):
         for name, x, truth in zip(("output", *NAMES), results, truth_of(arguments, grad), strict=True):
             assert relative_error(x, truth) <= allowed[name], name
 
+    def test_the_input_gate_of_a_single_key_changes_nothing(self, device):
+        """Where |sum u| > 1, H is v q . k / (|q . k| + eps sqrt(Dk)): the gradient is all rounding."""
+        q, k, v, i, f = self.arguments((2, 3, 1, 4, 5), device=device)
+        given = [1 + q.abs(), 1 + k.abs(), v, i.abs(), f]
+        for eps in (0, 0.01, 0.5):
+            assert truth_of(given, self.random_grad(given), eps=eps)[4].abs().max() < 1e-14
+            self.compare_gradients(given, eps=eps)
+
     def test_gradients_that_are_sums_of_equal_terms_cost_no_digits(self, device):
         """Each element: all weights are 0.1 / 2, and each addition to a sum one by one rounds to the same side."""
         x, one = torch.full((1, 1, 4097, 1), 0.1, device=device), torch.ones(1, 1, 4097, 1, device=device)
