@@ -615,6 +615,20 @@ class VlstmGradientCases(VlstmCases):
             assert (result == value).all()
 
     @GPU
+    def test_memory_grows_with_the_sequence_and_not_with_its_square(self):
+        """Of forward and backward together, beside the inputs: a few times what results and gradients are."""
+        for seq in (1024, 4096):
+            arguments = self.arguments((1, 4, seq, 64, 64), torch.float32, "cuda", requires_grad=True)
+            grad = self.random_grad(arguments)
+            torch.autograd.grad(self.stage.vlstm(*arguments), arguments, grad)  # what is made once is there
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            results = [self.stage.vlstm(*arguments)]
+            results += torch.autograd.grad(results[0], arguments, grad)
+            taken = torch.cuda.max_memory_allocated() - before
+            assert taken <= 3 * sum(x.nbytes for x in results)
+
+    @GPU
     def test_gradients_of_more_rows_than_a_grid_has_in_y_or_z(self):
         x = torch.ones(1, 1, 70_001, 1, device="cuda")
         gate = torch.zeros(1, 1, 70_001, device="cuda")

@@ -182,7 +182,9 @@ def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
     rows = []
     for r in records:
         values = (r.get(key, chapter.MISSING) for key in columns)
-        values = [v / 2**20 if key.endswith("bytes") and key in r else v for key, v in zip(columns, values, strict=True)]
+        values = [
+            v / 2**20 if key.endswith("bytes") and key in r else v for key, v in zip(columns, values, strict=True)
+        ]
         rows.append((_sizes(r["sizes"].values()), *map(_figure, values)))
     return render.table(header, rows, "<" + ">" * len(columns))
 

@@ -4,8 +4,9 @@
 
 builds all stages, times each beside what a user would call instead, asks what its kernels take of the card (both in
 bench.json), and compares the x-ray's counts with Nsight Compute's (nsight.json). With --stages the files keep what they
-have of other stages, if that is from the same card and the same versions. The tables stand at the end of what it prints. The exit code is 1 if a global count differs or if the profiler, the compiler or Nsight Compute gives no
-answer; the times are written all the same.
+have of other stages, if that is from the same card and the same versions. The tables stand at the end of what it
+prints. The exit code is 1 if a global count differs or if the profiler, the compiler or Nsight Compute gives no answer;
+the times are written all the same.
 """
 
 import argparse
