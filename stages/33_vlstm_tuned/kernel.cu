@@ -10,21 +10,27 @@
 //           2 What a row or a key brings along depends on the gates alone, also the maximum m. A kernel of its own
 //             computes it for all products, and nothing is rescaled on the way.
 //           3 The products of stages 13 and 14: 8 x 8 sums of a thread, reads of 16 bytes, two wavefronts each, copies
-//             by cp.async into the one buffer while the other one is multiplied.
+//             by cp.async into the one buffer while the other one is multiplied. X is copied once and stays. It lies
+//             turned, and so do the weights: a read brings rows, or columns, not terms of a sum, and then the registers
+//             of two factors are not always in the same bank (see multiply_factors).
 //           4 One kernel for H, dQ, dK and dV: out = ((X Y^T + b) * exp(D - M)) Z, causal or its transpose.
+//           5 The longest walks of all heads start first: at the end no multiprocessor waits long for another.
 // Mapping   block: ROWS x COLS outputs, 4 warps; a warp has TILE rows; a step of the walk: TILE keys.
 // Cost      the forward, float32, H = B N heads, n = T / 64, Dk of 32; Dv = 64 and T of 128, or Dv = 128 c and T of 64
 //             blocks b              H n / 2                                 H c n
 //             steps s               H n (n + 2) / 4                         H c n (n + 1) / 2
-//             global load sectors   s (24 Dk + 592) + 64 b                  s (16 Dk + 1064) + 32 b
-//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 268)      s (24 Dk + 2144) + 418 b, loads
+//             copies of X x         b, for Dk > 64 s                        b, for Dk > 128 s
+//             global load sectors   s (8 Dk + 592) + 16 Dk x + 64 b         s (8 Dk + 1064) + 8 Dk x + 32 b
+//             shared wavefronts     s (32 Dk + 2176) - b (16 Dk + 136)      s (24 Dk + 2144) + 484 b, loads
 //                                   266 s + 216 b                           134 s + 204 b, stores
-//                                   s (6 Dk + 128)                          s (4 Dk + 256), copies
+//                                   s (2 Dk + 128) + 16 Dk x                s (2 Dk + 256) + 8 Dk x, copies
 //             barriers              s (Dk / 32 + 2) + 4 b                   s (Dk / 32 + 2) + 3 b
 //           H T (Dv + 1) / 8 store sectors; for the gates 2 H n (n + 15) load sectors, 42 H n store sectors, 386 H n
 //           and 6 H n shared wavefronts, loads and stores, 2 H n barriers
-// Limits    X is copied anew in each step. Operands of 16 bits are converted by each thread that reads them; tensor
-//           cores take them as they are (stage 34). Work grows with T^2, in stage 36 with T.
+// Limits    A block takes up to 109 KB of shared memory: two fit a multiprocessor of an H100, one that of an A100, none
+//           where a block may have 99 KB (compute capability 8.6, 8.9). Operands of 16 bits are converted by each
+//           thread that reads them; tensor cores take them as they are (stage 34). Work grows with T^2, in stage 36
+//           with T.
 // Run       python -m stages run 33
 
 #include "common/async_copy.h"
@@ -156,10 +162,10 @@ __device__ __forceinline__ void start_turned_copy(View<const T, 2> from, int64_t
   }
 }
 
-// In both products a thread reads the rows' factors WIDE rows at a time, for one term of their sums. The registers of a
-// vector follow each other, and a register is in the even or the odd bank of the register file; an instruction that
-// takes its three operands from one of them takes two cycles. Had it four terms of a row and four of a column, both
-// factors of each product would be in the same bank.
+// A register is in one of two banks, by its number even or odd, and an instruction whose three operands are in the same
+// one is held up. A vector's registers follow each other. Had a thread four terms of each row and four of each key, both
+// factors of every product would have the same place in their vectors, and the same bank. So it has rows side by side,
+// and columns, for one term at a time. (Only keys come with TERMS terms each: so they lie in memory.)
 
 // s[i][j] += sum of x[k][row i] y[4 j][k] over a piece.
 template <typename P, typename T, typename Sum>
@@ -180,7 +186,7 @@ __device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::EACH], con
       for (int j = 0; j < P::KEYS; ++j) {
 #pragma unroll
         for (int n = 0; n < P::EACH; ++n) {
-          const int i = j % 2 ? P::EACH - 1 - n : n;  // there and back: from each product to the next one factor stays
+          const int i = j % 2 ? P::EACH - 1 - n : n;  // there and back: one factor stays, from product to product
           s[i][j] += x_part[i / P::WIDE][i % P::WIDE] * Sum(y_part[j][e]);
         }
       }
@@ -292,8 +298,9 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   const int my_col = warp % P::ACROSS * (4 * P::EACH) + lane_x * P::WIDE;  // its first column
   const auto row_of = [&](int a) { return my_row + 8 * P::WIDE * (a / P::WIDE) + a % P::WIDE; };
 
-  // Blocks start in their order. The longest walks of all heads come first, the shortest last: so none is left with a
-  // long one when the others are done. (All is counted along x: y and z of a grid end at 65535, heads and T need not.)
+  // Blocks start in their order, which is that of their lengths: the longest walks of all heads first. Else some
+  // multiprocessors would have a long one left at the end, and the others nothing. (All is counted along x: y and z of a
+  // grid end at 65535, batch x heads and T need not.)
   const int chunks = int(max(ceil_div(out.size[3], COLS), int64_t(1)));
   const int tiles = int(ceil_div(seq, P::TILE)), blocks = int(ceil_div(tiles, P::DOWN));
   const int of_all = int(x.size[0] * heads);
@@ -557,7 +564,10 @@ __global__ void __launch_bounds__(TILE)
   }
   after[t] = rest += input[t];
   __syncthreads();  // all keys are there
-  for (int r = 0; r < TILE; ++r) most = max(most, after[r]);
+  for (int r = 0; r < TILE; ++r) {
+    const Sum one = after[r];
+    most = max(most, one);
+  }
   if (position < i.size[2]) {
     own(batch, head, position) = up_to;
     highest(batch, head, position) = max(top, Sum(LOWEST));
