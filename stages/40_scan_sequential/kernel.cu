@@ -31,7 +31,7 @@ __global__ void scan_sequential(View<const T, 3> a,   // [batch, seq, channels]
                                 View<T, 3> h) {       // [batch, seq, channels]
   const int64_t seq = h.size[1], channels = h.size[2];
   const int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= h.size[0] * channels) return;
+  if (index >= h.size[0] * channels) return;  // the last block has threads to spare
   const int64_t batch = index / channels, channel = index % channels;
 
   Accumulator<T> state = h0.size[0] ? Accumulator<T>(h0(batch, channel)) : 0;

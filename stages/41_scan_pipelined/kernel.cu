@@ -96,12 +96,9 @@ struct Strip {
       }
     } else {
       T* to = next + lane * stride_c;
-#pragma unroll 1
-      for (int r0 = 0; r0 < ROWS<T>; r0 += BATCH) {
-        UNROLL
-        for (int r = r0; r < r0 + BATCH; ++r, to += stride_t) {
-          if (r < rows && lane < cols) *to = tile[r][lane];
-        }
+#pragma unroll 8
+      for (int r = 0; r < rows; ++r, to += stride_t) {
+        if (lane < cols) *to = tile[r][lane];
       }
     }
     advance();
@@ -148,7 +145,7 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   //
   int now = 0, free = STAGES - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
     async_wait<STAGES - 2>();  // this lane's part of the tile
-    __syncwarp();              // everyone's; and all have stored their part of the tile before it, whose place is free
+    __syncwarp();              // everyone's; and all have stored the tile before it, whose place is free
     start(free);
     const Words<T> a_words(a_ring[now]), b_words(b_ring[now]);
     UNROLL
@@ -156,7 +153,7 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   //
       state = a_words[r] * state + b_words[r];
       b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there
     }
-    __syncwarp();  // all channels of the tile are there
+    __syncwarp();  // all channels of h are there
     h_strip.store(b_ring[now]);
     free = now, now = now + 1 < STAGES ? now + 1 : 0;
   }
@@ -182,7 +179,7 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
   Strip<const T, GROUPS> g_strip(g, batch, 0, channel0), a_strip(a, batch, 0, channel0), h_strip(h, batch, 1, channel0);
   Strip<T, GROUPS> da_strip(da, batch, 0, channel0), db_strip(db, batch, 0, channel0);
   const auto start = [&](int slot) {
-    if (a_strip.steps > 0) g_strip.fetch(g_ring[slot]), a_strip.fetch(a_ring[slot]), h_strip.fetch(h_ring[slot]);
+    if (g_strip.steps > 0) g_strip.fetch(g_ring[slot]), a_strip.fetch(a_ring[slot]), h_strip.fetch(h_ring[slot]);
     async_commit();
   };
   for (int slot = 0; slot < STAGES - 1; ++slot) start(slot);
@@ -192,8 +189,8 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
   Sum carry = 0;  // what the steps that were walked give to the next one's state
   int now = 0, free = STAGES - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
-    async_wait<STAGES - 2>();  // this lane's part of the tile
-    __syncwarp();              // everyone's; and all have stored their part of the tile before it, whose place is free
+    async_wait<STAGES - 2>();
+    __syncwarp();  // as in the forward: the tile is there, and the place of the one before it is free
     start(free);
     if (t0 + ROWS<T> >= seq) {
       const int rows = int(seq - t0);
@@ -208,7 +205,7 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
       h_ring[now][r][lane] = T(lambda * h_words[r]);  // da and db take the place of h and g
       g_ring[now][r][lane] = T(lambda);
     }
-    __syncwarp();  // all channels of the tile are there
+    __syncwarp();  // all channels of da and db are there
     da_strip.store(h_ring[now]);
     db_strip.store(g_ring[now]);
     free = now, now = now + 1 < STAGES ? now + 1 : 0;
