@@ -26,3 +26,13 @@ bool in_wide_groups(const View<T, 2>& matrix, int dim) {
   return matrix.stride[dim] == 1 && matrix.size[dim] % WIDE == 0 && matrix.stride[1 - dim] % WIDE == 0 &&
          reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0;
 }
+
+// The same of a tensor of three dimensions.
+template <typename T>
+bool in_wide_groups(const View<T, 3>& x, int dim) {
+  constexpr int64_t WIDE = 16 / int64_t(sizeof(T));
+  for (int d = 0; d < 3; ++d) {
+    if (d == dim ? x.stride[d] != 1 || x.size[d] % WIDE != 0 : x.size[d] > 1 && x.stride[d] % WIDE != 0) return false;
+  }
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+}

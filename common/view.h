@@ -35,6 +35,14 @@ __host__ __device__ View<T, 2> matrix(const View<T, 4>& x, int64_t i, int64_t j)
   return {&x(i, j, 0, 0), {x.size[2], x.size[3]}, {x.stride[2], x.stride[3]}};
 }
 
+// The same values with a dimension counted from its end: the stride turns negative.
+template <typename T, int N>
+View<T, N> flipped(View<T, N> x, int dim) {
+  if (x.size[dim] > 0) x.data += (x.size[dim] - 1) * x.stride[dim];
+  x.stride[dim] = -x.stride[dim];
+  return x;
+}
+
 template <int N>
 struct AnyView {
   void* data = nullptr;

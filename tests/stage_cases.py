@@ -25,10 +25,21 @@ class StageCases:
     odd: tuple[int, ...]  # sizes that fit no tile, for the schedules
     small: tuple[int, ...]  # sizes for gradcheck, which calls the function some hundred times
 
-    def arguments(self, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", **options):
-        """Random arguments of a problem; `requires_grad=True` asks for the gradients of all tensors."""
-        requires_grad = options.pop("requires_grad", False)
-        arguments = self.stage.family.make(self.stage.sizes(sizes), dtype, device, **options)
+    def arguments(
+        self,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        seed: int = 0,
+        requires_grad: bool = False,
+        **options,
+    ):
+        """Random arguments of a problem for a set of options, by default the first.
+
+        `requires_grad=True` asks for the gradients of all tensors.
+        """
+        options = options or self.stage.options(dtype)[0]
+        arguments = self.stage.family.make(self.stage.sizes(sizes), dtype, device, seed, **options)
         return tuple(x.requires_grad_(requires_grad) if isinstance(x, Tensor) else x for x in arguments)
 
     def check(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -65,7 +76,7 @@ class StageCases:
         # Multiples of the tile, another one in each size, so that no two sizes can be mistaken for each other.
         sizes = tuple(aligned * (1 + (i + factors) % 3) for i, aligned in enumerate(self.stage.aligned))
         for options in self.options(dtype):
-            report = self.stage.xray(*self.arguments(sizes, dtype), **options)
+            report = self.stage.xray(*self.arguments(sizes, dtype, **options), **options)
             expected = self.stage.cost(**self.stage.sizes(sizes), itemsize=dtype.itemsize, **options)
             assert isinstance(expected, Counts)
             assert report.counts() == expected
@@ -83,13 +94,13 @@ class StageCases:
     # ---- on the CPU device, under the x-ray
 
     def test_no_faults_and_the_same_result_in_every_schedule(self):
-        arguments = self.arguments(self.odd, requires_grad=True)
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        for function in self.functions():
+        for options in self.options():
+            arguments = self.arguments(self.odd, requires_grad=True, **options)
+            tensors = [x for x in arguments if isinstance(x, Tensor)]
             seen = []
             for schedule, seed in SCHEDULES:
                 with xray.recording(schedule, seed) as report:
-                    output = function(*arguments)
+                    output = self.stage.function(*arguments, **options)
                     gradients = torch.autograd.grad(output, tensors, output.detach()) if self.stage.gradients else ()
                 assert report.launches
                 assert [str(fault) for fault in report.faults] == []
@@ -113,12 +124,12 @@ class StageCases:
             torch.library.opcheck(operator, self.arguments(self.odd, device=device, requires_grad=requires_grad))
 
     def test_compiles_without_a_graph_break(self, device):
-        arguments = self.arguments(self.odd, device=device, requires_grad=self.stage.gradients)
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        for function in self.functions():
+        for options in self.options():
+            arguments = self.arguments(self.odd, device=device, requires_grad=self.stage.gradients, **options)
+            tensors = [x for x in arguments if isinstance(x, Tensor)]
 
-            def wave(*arguments, function=function):
-                return torch.sin(function(*arguments))
+            def wave(*arguments, options=options):
+                return torch.sin(self.stage.function(*arguments, **options))
 
             torch.compiler.reset()  # every stage has this code once more, and there is a limit to that
             compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")

@@ -133,7 +133,7 @@ def test_bytes_are_those_of_the_xray(name, dtype):
     stage = stages.load(name)
     size = tuple(2 * n for n in stage.aligned) if len(stage.aligned) > 1 else (512,)
     options = stage.options(getattr(torch, dtype))[0]
-    report = stage.xray(*stage.family.make(stage.sizes(size), getattr(torch, dtype)), **options)
+    report = stage.xray(*stage.family.make(stage.sizes(size), getattr(torch, dtype), **options), **options)
     moved = sum(traffic.bytes_moved for traffic in report.traffic("global"))
     operations = stage.family.work(stage.sizes(size), 4, **options).operations
     assert chapter.bytes_per_flop(stage, size, dtype) * operations == pytest.approx(moved)

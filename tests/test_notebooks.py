@@ -335,6 +335,37 @@ def test_exercise_33(capsys):
     assert "race" in capsys.readouterr().out
 
 
+def test_exercise_40(capsys):
+    size, words = (2, 64, 96), 2 * 64 * 96
+    limits = {"load_sectors": 2 * words // 4 + 2 * 96 // 8, "store_sectors": words // 4}
+    reads = "state = Accumulator<T>(a(batch, t, channel)) * state + Accumulator<T>(b(batch, t, channel));"
+    store = "h(batch, t, channel) = T(state);  // rounded where it is stored, and nowhere else"
+    walk = "for (int i = 0; i < 4; ++i) bs[i] = state = as[i] * state + bs[i];"
+    answer = {
+        '#include "common/numeric.h"': '#include "common/numeric.h"\n#include "common/vector.h"',
+        "for (int64_t t = 0; t < seq; ++t) {": "for (int64_t t = 0; t < seq; t += 4) {",
+        reads: "auto as = load_vector<4>(&a(batch, t, channel)), bs = load_vector<4>(&b(batch, t, channel));",
+        store: f"{walk} store_vector(&h(batch, t, channel), bs);",
+    }
+    time_last = lab.kernel("40", time_dim=2)
+    lab.exercise(time_last, answer, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    singly = "for (int i = 0; i < 4; ++i) h(batch, t + i, channel) = bs[i];"
+    lab.exercise(time_last, answer | {store: f"{walk} {singly}"}, *size, at_most=limits)
+    assert "but too much" in capsys.readouterr().out
+
+
+def test_exercise_41(capsys):
+    size, words = (1, 128, 64), 128 * 64
+    limits = {"shared_load_wavefronts": 2 * words // 32, "shared_store_wavefronts": 0, "store_sectors": words // 8}
+    place = "b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there"
+    inside = "if (t0 + r < seq && lane < h_strip.cols) h(batch, t0 + r, channel0 + lane) = T(state);"
+    lab.exercise("41", {place: inside, "h_strip.store(b_ring[now]);": ""}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("41", {place: inside}, *size, at_most=limits)
+    assert "Not yet" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
@@ -432,6 +463,12 @@ def test_a_ring_of_buffers():
     assert shown.words == (
         "13: 1 buffer; while one is read, none on the way; 14: 3 buffers; while one is read, up to 2 on the way."
     )
+
+
+def test_the_walk_of_a_scan():
+    size = (1, 128, 64)
+    shown = picture.walk({number: lab.kernel(number).xray(*size, block=0) for number in ("40", "41")}, *size[1:])
+    assert shown.words == "40: 384 requests, no step ahead; 41: 96 requests, up to 76 steps ahead."
 
 
 def test_fragments_are_those_of_the_instruction():

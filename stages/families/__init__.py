@@ -15,7 +15,7 @@ A family is a module of this package with these names:
                                             compiled by `bench`, which then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
 
-The last four get the function's keyword options, those of `Stage.options`, as keywords.
+All but `define` get the function's keyword options, those of `Stage.options`, as keywords.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex128, torch.complex64)
 
 
 class Work(NamedTuple):
@@ -34,14 +35,16 @@ class Work(NamedTuple):
     bytes: int
 
 
-def check_tensor(call: str, name: str, value: object, rank: int | None = None) -> None:
-    """Raise TypeError or ValueError unless `value` is a dense floating-point tensor of that rank on a known device."""
+def check_tensor(
+    call: str, name: str, value: object, rank: int | None = None, dtypes: Sequence[torch.dtype] = FLOATING
+) -> None:
+    """Raise TypeError or ValueError unless `value` is a dense tensor of that rank and dtype on a known device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{call}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
         raise TypeError(f"{call}: {name} has layout {value.layout}; allowed: torch.strided (call .to_dense() first)")
-    if value.dtype not in FLOATING:
-        raise TypeError(f"{call}: {name} has dtype {value.dtype}; allowed: {listing(FLOATING)}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{call}: {name} has dtype {value.dtype}; allowed: {listing(dtypes)}")
     if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ValueError(f"{call}: {name} is on device {value.device}; allowed: cpu, cuda")
     if rank is not None and value.dim() != rank:
@@ -61,7 +64,15 @@ def check_alike(call: str, name: str, value: Tensor, other_name: str, other: Ten
         )
 
 
-def check_fellow(call: str, name: str, value: object, other_name: str, other: Tensor, rank: int) -> None:
+def check_fellow(
+    call: str,
+    name: str,
+    value: object,
+    other_name: str,
+    other: Tensor,
+    rank: int,
+    dtypes: Sequence[torch.dtype] = FLOATING,
+) -> None:
     """`check_tensor` and `check_alike` in one, for a tensor beside one that was checked; quick where all is well."""
     if (
         isinstance(value, Tensor)
@@ -71,7 +82,7 @@ def check_fellow(call: str, name: str, value: object, other_name: str, other: Te
         and value.dim() == rank
     ):
         return
-    check_tensor(call, name, value, rank)
+    check_tensor(call, name, value, rank, dtypes)
     check_alike(call, name, value, other_name, other)
 
 
@@ -89,6 +100,11 @@ def shape(tensor: Tensor) -> str:
 def random(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Normal values on the generator's device, the same but for rounding in every dtype."""
     return torch.randn(*size, generator=generator, dtype=torch.float64, device=generator.device).to(dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same values in float64, or in complex128 if they are complex."""
+    return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -106,7 +106,7 @@ def backward(ctx, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
 
 
 def make(
-    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0, **options: object
 ) -> tuple[float, Tensor, Tensor]:
     """alpha = 1.25, exact in every dtype, and normal x and y of the same sign, so that no sum cancels."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -123,7 +123,7 @@ def save(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def make(
-    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0, **options: object
 ) -> tuple[Tensor, Tensor]:
     """Normal A and B."""
     generator = torch.Generator(device).manual_seed(seed)

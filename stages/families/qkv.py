@@ -162,7 +162,7 @@ def save(ctx, inputs: tuple, output: Tensor) -> None:
 
 
 def make(
-    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normal q, k and v."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -294,7 +294,7 @@ def scale(q: Tensor) -> float:
 
 
 def make(
-    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0, **options: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Normal q, k, v and i, and f around 3: a position is half forgotten after some 14 others."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -29,7 +29,8 @@ def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: st
 
 
 def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    arguments, options = stage.family.make(sizes, dtype), stage.options(dtype)[0]
+    options = stage.options(dtype)[0]
+    arguments = stage.family.make(sizes, dtype, **options)
     report = stage.xray(*arguments, **options)
     threads = sum(launch.threads for launch in report.launches)
     plain = _median_ms(lambda: stage.function(*arguments, **options))
@@ -57,7 +58,7 @@ def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
 
 def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
     family, options = stage.family, stage.options(dtype)[0]
-    inputs = _rotated(family.make(sizes, dtype, "cuda"))
+    inputs = _rotated(family.make(sizes, dtype, "cuda", **options))
     tf32 = bool(options.get("tf32"))
     calls = {"": stage.function, "incumbent_": compiled(family.incumbent) if compiles(family) else family.incumbent}
     if compiles(family):

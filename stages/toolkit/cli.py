@@ -218,7 +218,8 @@ def device_facts(options: argparse.Namespace) -> int:
 
 
 def xrayed(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, schedule: str = "forward", seed: int = 0) -> Report:
-    return stage.xray(*stage.family.make(sizes, dtype), schedule=schedule, seed=seed, **stage.options(dtype)[0])
+    options = stage.options(dtype)[0]
+    return stage.xray(*stage.family.make(sizes, dtype, **options), schedule=schedule, seed=seed, **options)
 
 
 def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: Report) -> str:

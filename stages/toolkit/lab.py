@@ -46,7 +46,7 @@ class Kernel:
 
     def arguments(self, *sizes: int, dtype: torch.dtype | None = None) -> tuple[object, ...]:
         """Random arguments of a problem of these sizes, the same ones every time; in the kernel's dtype or another."""
-        return self.stage.family.make(self.stage.sizes(sizes), dtype or self.dtype)
+        return self.stage.family.make(self.stage.sizes(sizes), dtype or self.dtype, **self.options)
 
     def xray(self, *sizes: int, schedule: str = "forward", seed: int = 0, block: int | None = None) -> Report:
         """The x-ray of one call. With `block`, a block's linear index or -1 for all, it keeps the trace."""

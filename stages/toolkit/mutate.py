@@ -331,7 +331,7 @@ def _values_and_faults(
 
 def _counts(stage: Stage, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
     try:
-        report = stage.xray(*stage.family.make(sizes, torch.float32), **options)
+        report = stage.xray(*stage.family.make(sizes, torch.float32, **options), **options)
     except KernelFault:
         return []  # told already
     cost = stage.cost(**sizes, itemsize=torch.float32.itemsize, **options)

@@ -79,8 +79,9 @@ def cases_of(stage: Stage, sizes: Iterable[tuple[int, ...]], dtypes: Iterable[st
     cases = []
     for size in sizes:
         for dtype in dtypes:
-            arguments = stage.family.make(stage.sizes(size), getattr(torch, dtype))
-            report = stage.xray(*arguments, **stage.options(getattr(torch, dtype))[0])
+            options = stage.options(getattr(torch, dtype))[0]
+            arguments = stage.family.make(stage.sizes(size), getattr(torch, dtype), **options)
+            report = stage.xray(*arguments, **options)
             report.raise_if_faulty()
             if report.launches:
                 counts = {name: getattr(report.counts(), name) for name in METRICS}
@@ -208,7 +209,8 @@ def call(number: str, calls: str) -> int:
     stage = load(number)
     for sizes, dtype in json.loads(calls):
         options = stage.options(getattr(torch, dtype))[0]
-        stage.function(*stage.family.make(stage.sizes(tuple(sizes)), getattr(torch, dtype), "cuda"), **options)
+        arguments = stage.family.make(stage.sizes(tuple(sizes)), getattr(torch, dtype), "cuda", **options)
+        stage.function(*arguments, **options)
         torch.cuda.synchronize()
     return 0
 

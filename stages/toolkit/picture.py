@@ -727,6 +727,49 @@ def _fills(report: Report, count: int, warp: int) -> tuple[int, list[_Fill]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Scans: when a warp asks for which steps of time
+
+
+def walk(panels: Mapping[str, Report], seq: int, channels: int, reads: str = "ab", writes: str = "h") -> Picture:
+    """Which steps a warp asks for and which it stores, request by request: a column for each, a row for each step.
+
+    Args:
+        panels: Traces of one block, float32, [B, T, D].
+        seq, channels: T and D.
+        reads, writes: The names of the tensors.
+    """
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained", facecolor=PANEL)
+    axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
+    words = []
+    for ax, (title, report) in zip(axes, panels.items(), strict=True):
+        trace = [a for a in report.trace if a.space == "global" and a.warp == 0 and a.name in (*reads, *writes)]
+        image = np.ones((seq, len(trace), 3)) * EMPTY
+        asked, ahead = 0, set()
+        for x, access in enumerate(trace):
+            steps = {offset // (4 * channels) % seq for offset in access.offsets if offset >= 0}
+            image[sorted(steps), x] = BLOCKS[access.op == "store"]
+            if access.op == "load":
+                asked = max(asked, *steps)
+            elif asked < seq - 1:  # at the end there is nothing left to ask for
+                ahead.add(asked - max(steps))
+        ax.imshow(image, extent=(0, len(trace), seq, 0), aspect="auto", interpolation="nearest")
+        most = max(ahead, default=0)
+        ahead_of_it = f"up to {_plural(most, 'step')}" if most else "no step"
+        what = f"{len(trace):,} requests, {ahead_of_it} ahead"
+        words.append(f"{title}: {what}")
+        ax.set_title(words[-1], fontsize=10, color=INK)
+        ax.set_xlabel("requests of a warp to global memory, in order →", color=INK, fontsize=9)
+        ax.set(xticks=[], facecolor=EMPTY)
+        ax.tick_params(length=0, colors=INK, labelsize=9)
+        ax.spines[:].set_visible(False)
+    axes[0].set_ylabel("← time", color=INK, fontsize=9)
+    handles = [Patch(color=BLOCKS[0], label=f"{' and '.join(reads)} asked for")]
+    handles.append(Patch(color=BLOCKS[1], label=f"{' and '.join(writes)} stored"))
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(words) + ".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Tensor cores
 
 

@@ -78,4 +78,5 @@ def of_card() -> list[str]:
 
 def kernels(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> list[dict[str, Any]]:
     """The kernels of one call of the stage on the GPU, as `parse` gives them."""
-    return launched(partial(stage.function, **stage.options(dtype)[0]), stage.family.make(sizes, dtype, "cuda"))
+    options = stage.options(dtype)[0]
+    return launched(partial(stage.function, **options), stage.family.make(sizes, dtype, "cuda", **options))

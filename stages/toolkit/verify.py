@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stages.families import widened
 from stages.toolkit.stage import Stage
 
 
@@ -28,7 +29,7 @@ class Result:
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
     """r = |x - ref| / |ref|, over all elements. NaN if either has one; 0 where both are zero or empty."""
-    difference = (result.double() - reference).norm().item()
+    difference = (widened(result) - reference).norm().item()
     return difference / reference.norm().item() if reference.any() else difference
 
 
@@ -45,20 +46,20 @@ def verify(
     The reference is evaluated on the rounded inputs, so that only the kernel's own error counts.
     """
     family, options = stage.family, dict(options or {})
-    arguments = family.make(sizes, dtype, device, seed)
+    arguments = family.make(sizes, dtype, device, seed, **options)
     names = list(inspect.signature(stage.function).parameters)[: len(arguments)]  # options come after them
 
     # The same arguments twice: for the kernel, and in float64 for the reference.
     given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
-    truth = [x.detach().double().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+    truth = [widened(x.detach()).requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     output, expected = stage.function(*given, **options), family.reference(*truth, **options)
     tolerance = family.tolerance(sizes, dtype, **options)
     pairs = [("output", "output", output.detach(), expected.detach())]
     if stage.gradients:
         generator = torch.Generator(output.device).manual_seed(seed + 1)
-        grad = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(dtype)
+        grad = torch.randn(output.shape, generator=generator, dtype=expected.dtype, device=output.device).to(dtype)
         output.backward(grad)
-        expected.backward(grad.double())
+        expected.backward(widened(grad))
         pairs += [
             (f"gradient of {name}", name, x.grad, ref.grad)
             for name, x, ref in zip(names, given, truth, strict=True)
