@@ -1,0 +1,9 @@
+"""Stage 43, scan_blelloch."""
+
+from scan_cases import ScanCases
+
+import stages
+
+
+class TestScanBlelloch(ScanCases):
+    stage = stages.load("43")
