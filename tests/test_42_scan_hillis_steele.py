@@ -7,3 +7,4 @@ import stages
 
 class TestScanHillisSteele(ScanCases):
     stage = stages.load("42")
+    joins = True

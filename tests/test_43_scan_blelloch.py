@@ -7,3 +7,4 @@ import stages
 
 class TestScanBlelloch(ScanCases):
     stage = stages.load("43")
+    joins = True

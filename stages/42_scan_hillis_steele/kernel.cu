@@ -4,18 +4,18 @@
 //           strides, any direction. Backward: lambda[t] = g[t] + a[t + 1] lambda[t + 1];  db = lambda,
 //           da[t] = lambda[t] h[t - 1],  dh0 = a[0] lambda[0].
 // Before    Stages 40 and 41 give a channel one thread: T multiply-adds, each of which waits for the one before.
-// Idea      A step is the map h -> a h + b, and two maps are one: (a2 a1, a2 b1 + b2), the older first. So every thread
-//           holds one step and joins it with what the thread 1 before it holds, then 2 before, 4, 8, ...: what it holds
-//           covers twice as many steps each time, after log2(C) times all that came before.
+// Idea      A step is the map h -> a h + b, and two of them are one map: (a2 a1, a2 b1 + b2), the older first. So every
+//           thread holds a step and joins it with what the thread 1 before it holds, then 2 before, 4, 8, ...: what it
+//           holds covers twice as much each time, after log2(C) rounds all that came before.
 // Mapping   block: one batch and channel, C = CHUNK steps at a time.  thread: one step of each chunk.
 // Cost      [B, D, T] row-major float32 (time_dim=2), T a multiple of C = 128; R = B D rows, N = R T elements
-//             combines              C log2(C) - (C - 1) a chunk: 769 where a walk has 128, in 7 steps where it has 128
-//             global load sectors   forward 2 N / 8 + R, backward 3 N / 8 + 2 N / 32 + R: a and h are read one step off
+//             combines              C log2(C) - (C - 1) a chunk: 769, in 7 rounds; a walk has 128, in 128
+//             global load sectors   forward 2 N / 8 + R, backward 3 N / 8 + 2 N / 32 + 3 R: a, h are read one step off
 //             global store sectors  forward N / 8, backward 2 N / 8 + R
-//             shared wavefronts     a chunk: 51 loads, 57 stores; R stores more; no bank conflicts
+//             shared wavefronts     51 loads and 57 stores a chunk, and 1 store for R, backward 1 load: no conflicts
 //             barriers              log2(C) + 1 a chunk
-// Limits    Six combines for a step of time. And with time_dim=1 the lanes of a warp are D words apart: 8 times the
-//           sectors. Stage 43 does with two combines for a step.
+// Limits    Six combines for a step of time: stage 43 does with two. With time_dim=1 the lanes of a warp are D words
+//           apart, each in a sector of its own.
 // Run       python -m stages run 42
 
 #include "common/device.h"

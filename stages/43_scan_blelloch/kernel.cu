@@ -3,18 +3,18 @@
 // Problem   h[t] = a[t] h[t - 1] + b[t] for each batch and channel, from h0 or 0: a, b, h [B, T, D], h0 [B, D]; any
 //           strides, any direction. Backward: lambda[t] = g[t] + a[t + 1] lambda[t + 1];  db = lambda,
 //           da[t] = lambda[t] h[t - 1],  dh0 = a[0] lambda[0].
-// Before    Stage 42 combines six times for a step of time, because what two threads cover overlaps.
-// Idea      Parts that do not overlap make a tree. Up: pairs of steps become one map, pairs of pairs, and so on. Down:
-//           the whole starts in the state before the chunk; the older half of a part starts where the part does, the
-//           newer half where the older one's map leads. At the bottom every step knows the state before it.
-// Mapping   block: one batch and channel, C = CHUNK steps at a time.  thread: a pair of parts, while there are any.
+// Before    Stage 42 has six combines for a step of time, because what its threads cover overlaps.
+// Idea      Parts that do not overlap are a tree. Up: pairs of steps become a map, pairs of pairs, and so on. Down: the
+//           chunk starts in the state before it; of every part, the older half starts where the part does, the newer
+//           half where the older one's map leads. At the leaves each step gets the state before it.
+// Mapping   block: one batch and channel, C = CHUNK steps at a time.  thread: a step, and a pair while there are any.
 // Cost      [B, D, T] row-major float32 (time_dim=2), T a multiple of C = 128; R = B D rows, N = R T elements
-//             combines              (C - 2) + (C - 1) a chunk: 253 where stage 42 has 769, in 13 steps where it has 7
+//             combines              (C - 2) + (C - 1) a chunk: 253, in 13 rounds; stage 42 has 769, in 7
 //             global sectors        as in stage 42
-//             shared wavefronts     a chunk: 56 loads, 39 stores; R stores more; no bank conflicts
+//             shared wavefronts     56 loads and 39 stores a chunk, and 1 store for R, backward 1 load: no conflicts
 //             barriers              2 log2(C) + 1 a chunk
-// Limits    Work that a warp does not do saves little: a request of 4 lanes takes as long as one of 32, and every level
-//           of the tree has a barrier. Stage 44 keeps the small levels inside a warp, without shared memory.
+// Limits    What a warp does not do saves little: a request of 4 lanes takes a wavefront as one of 32 does, and each
+//           level has a barrier. Stage 44 scans within a warp, where it takes neither barriers nor shared memory.
 // Run       python -m stages run 43
 
 #include "common/device.h"
@@ -46,7 +46,8 @@ __device__ __forceinline__ Sum scan_chunk(const Map<Sum>& own, const Sum& state)
     __syncthreads();  // the maps of the parts are there
     if (thread < CHUNK / 2 / distance) {
       const int i = place<Sum>((2 * thread + 1) * distance - 1), j = place<Sum>((2 * thread + 2) * distance - 1);
-      const Map<Sum> older{a_chunk[i], b_chunk[i]}, newer{a_chunk[j], b_chunk[j]};
+      const Map<Sum> older{a_chunk[i], b_chunk[i]};
+      const Map<Sum> newer{a_chunk[j], b_chunk[j]};
       const Map<Sum> both = combine(older, newer);
       a_chunk[j] = both.a, b_chunk[j] = both.b;
     }
