@@ -410,13 +410,23 @@ class ScanCases(StageCases):
     @GPU
     @pytest.mark.skipif(free_gpu_memory() < 40e9, reason="needs 40 GB of GPU memory")
     def test_more_than_two_to_the_31_elements(self):
-        # The last channels of a large problem are those of a small one, and so are strides of more than 2^31.
+        # The last channels of a large problem are those of a small one.
         a = torch.rand(1, 70_000, 32_768, dtype=torch.bfloat16, device="cuda")
         b = a.flip(1)
-        h = self.stage.scan(a, b)
-        assert torch.equal(h[..., -5:], self.stage.scan(a[..., -5:], b[..., -5:]))
-        wide = a.view(1, 2, -1)[..., -7:]
-        assert torch.equal(self.stage.scan(wide, wide), self.stage.scan(wide.contiguous(), wide.contiguous()))
+        assert a.numel() > 2**31
+        assert torch.equal(self.stage.scan(a, b)[..., -5:], self.stage.scan(a[..., -5:], b[..., -5:]))
+
+    @GPU
+    @pytest.mark.skipif(free_gpu_memory() < 20e9, reason="needs 20 GB of GPU memory")
+    def test_strides_past_two_to_the_31(self):
+        # Three steps, 2^31 + 8 elements apart, or three channels.
+        parent = torch.zeros(3, 2**31 + 8, dtype=torch.bfloat16, device="cuda")
+        a = parent[None, :, -7:]
+        a.copy_(torch.rand(1, 3, 7))
+        for time_dim in (1, 2):
+            expected = self.results([a.contiguous(), a.contiguous(), None], time_dim=time_dim)
+            results = self.results([a, a, None], time_dim=time_dim)
+            assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
     # ---- the x-ray
 

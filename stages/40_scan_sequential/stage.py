@@ -32,7 +32,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="a thread for each channel walks through time, the formula as it stands",
+    lesson="a thread for each channel, which walks through time",
     cost=cost,
     aligned=(1, 16, WARP),  # with time_dim=2 the neighbours of a warp are T words apart: in sectors of their own
     registers=40,

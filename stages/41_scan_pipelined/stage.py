@@ -59,7 +59,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="tiles of time on their way: a ring in shared memory, 16 bytes a lane",
+    lesson="later steps on their way: a ring of tiles in shared memory",
     cost=cost,
     aligned=(1, 32, 2 * STRIP),
     registers=168,  # a block is one warp: it may have many
