@@ -74,8 +74,8 @@ def truth_of(arguments: list[Tensor | None], g: Tensor, **options) -> list[Tenso
 class ScanCases(StageCases):
     odd = (3, 70, 35)
     small = (2, 5, 3)
-    # Whether the stage multiplies a by a, as scan.incumbent does. Of (1 - x) (1 - y) = 1 - x - y + x y float32 loses the
-    # last term where it is small, always to the same side. A walk, which multiplies a by h alone, is closer.
+    # Whether the stage multiplies a by a, as scan.incumbent does. Of (1 - x) (1 - y) = 1 - x - y + x y float32 loses
+    # the last term where it is small, always to the same side. A walk, which multiplies a by h alone, is closer.
     joins = False
 
     def random_grad(self, arguments: list[Tensor], seed: int = 1) -> Tensor:

