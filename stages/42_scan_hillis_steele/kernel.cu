@@ -12,7 +12,7 @@
 //             combines              C log2(C) - (C - 1) a chunk: 769, in 7 rounds; a walk has 128, in 128
 //             global load sectors   forward 2 N / 8 + R, backward 3 N / 8 + 2 N / 32 + 3 R: a, h are read one step off
 //             global store sectors  forward N / 8, backward 2 N / 8 + R
-//             shared wavefronts     51 loads and 57 stores a chunk, and 1 store for R, backward 1 load: no conflicts
+//             shared wavefronts     a chunk 51 loads, 57 stores; a row 1 store, backward 1 load; no bank conflicts
 //             barriers              log2(C) + 1 a chunk
 // Limits    Six combines for a step of time: stage 43 does with two. With time_dim=1 the lanes of a warp are D words
 //           apart, each in a sector of its own.

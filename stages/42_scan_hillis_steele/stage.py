@@ -62,7 +62,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="a thread for each step joins what 1, 2, 4, ... before it: log2 steps, more work",
+    lesson="each step joins those before it: few rounds, but more work",
     cost=cost,
     aligned=(1, CHUNK, 16),  # with time_dim=1 neighbours in time are D words apart: in sectors of their own
     registers=40,

@@ -11,7 +11,7 @@
 // Cost      [B, D, T] row-major float32 (time_dim=2), T a multiple of C = 128; R = B D rows, N = R T elements
 //             combines              (C - 2) + (C - 1) a chunk: 253, in 13 rounds; stage 42 has 769, in 7
 //             global sectors        as in stage 42
-//             shared wavefronts     56 loads and 39 stores a chunk, and 1 store for R, backward 1 load: no conflicts
+//             shared wavefronts     a chunk 56 loads, 39 stores; a row 1 store, backward 1 load; no bank conflicts
 //             barriers              2 log2(C) + 1 a chunk
 // Limits    What a warp does not do saves little: a request of 4 lanes takes a wavefront as one of 32 does, and each
 //           level has a barrier. Stage 44 scans within a warp, where it takes neither barriers nor shared memory.

@@ -64,7 +64,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="a tree of parts, up and down: two combines a step; padding against bank conflicts",
+    lesson="a tree of parts, up and down; padding against bank conflicts",
     cost=cost,
     aligned=(1, CHUNK, 16),  # with time_dim=1 neighbours in time are D words apart: in sectors of their own
     registers=48,
