@@ -74,6 +74,9 @@ def truth_of(arguments: list[Tensor | None], g: Tensor, **options) -> list[Tenso
 class ScanCases(StageCases):
     odd = (3, 70, 35)
     small = (2, 5, 3)
+    # Whether the stage multiplies a by a, as scan.incumbent does. Of (1 - x) (1 - y) = 1 - x - y + x y float32 loses
+    # the last term where it is small, always to the same side. A walk, which multiplies a by h alone, is closer.
+    joins = False
 
     def random_grad(self, arguments: list[Tensor], seed: int = 1) -> Tensor:
         b = arguments[1]
@@ -114,7 +117,9 @@ class ScanCases(StageCases):
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
     def test_values_of_another_implementation(self, path, dtype, device):
-        self.compare_with(load_golden(path, device), dtype, 1e-14 if dtype is torch.float64 else 1e-6)
+        # With a near 1, where terms that are summed up cancel, dh0, a single step's, has fewer digits than they.
+        allowed = scan.tolerance({}, dtype)["output"] if "slow" in path.stem else 1e-6
+        self.compare_with(load_golden(path, device), dtype, 1e-14 if dtype is torch.float64 else allowed)
 
     def compare_with(self, golden: dict[str, Tensor], dtype: torch.dtype, allowed: float) -> None:
         """Values of a file, without h0, with it, and turned around, and in both layouts."""
@@ -395,7 +400,12 @@ class ScanCases(StageCases):
         a = 1 - a.abs() * torch.tensor([1e-3, 1e-5], dtype=torch.float64, device=device)
         for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
             if dtype in self.stage.dtypes:
-                self.compare([x.to(dtype) for x in (a, b, h0)], allowed)
+                arguments = [x.to(dtype) for x in (a, b, h0)]
+                if self.joins and dtype is torch.float32:
+                    error = relative_error(scan.incumbent(*arguments), scan.reference(*arguments))
+                    allowed = 1.5 * error
+                    assert allowed < 5e-5
+                self.compare(arguments, allowed)
 
     @GPU
     @pytest.mark.skipif(free_gpu_memory() < 40e9, reason="needs 40 GB of GPU memory")

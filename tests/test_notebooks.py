@@ -366,6 +366,33 @@ def test_exercise_41(capsys):
     assert "Not yet" in capsys.readouterr().out
 
 
+def test_exercise_42(capsys):
+    size, chunks = (1, 256, 64), 128
+    limits = {"shared_store_wavefronts": 52 * chunks}
+    store = "a_chunk[now][thread] = own.a, b_chunk[now][thread] = own.b;"
+    lab.exercise("42", {store: f"if (thread < CHUNK - distance) {store}"}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("42", {store: f"if (thread < CHUNK - 2 * distance) {store}"}, *size, at_most=limits)
+    assert "Not yet" in capsys.readouterr().out
+
+
+def test_exercise_43(capsys):
+    size, chunks = (1, 256, 64), 128
+    up = "__syncthreads();  // the maps of the parts are there"
+    down = "__syncthreads();  // the maps of the older parts and the states of the pairs are there"
+
+    def answer(above: int, below: int) -> dict[str, str]:
+        return {
+            up: f"if (distance < {above}) __syncthreads(); else __syncwarp();",
+            down: f"if (distance < {below}) __syncthreads(); else __syncwarp();",
+        }
+
+    lab.exercise("43", answer(4, 2), *size, at_most={"barriers": 5 * chunks})
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("43", answer(2, 2), *size, at_most={"barriers": 5 * chunks})
+    assert "race" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
@@ -469,6 +496,27 @@ def test_the_walk_of_a_scan():
     size = (1, 128, 64)
     shown = picture.walk({number: lab.kernel(number).xray(*size, block=0) for number in ("40", "41")}, *size[1:])
     assert shown.words == "40: 384 requests, no step ahead; 41: 96 requests, up to 76 steps ahead."
+
+
+def test_what_a_parallel_scan_joins():
+    traces = {number: lab.kernel(number).xray(1, 128, 1, block=0) for number in ("42", "43")}
+    assert picture.joins(traces).words == "42: 769 combines in 7 rounds; 43: 253 combines in 13 rounds."
+    assert {lab.lanes(report, "a_chunk", "older{") for report in traces.values()} == {769, 253}
+    with pytest.raises(ValueError, match="no line that reads or writes a_chunk holds 'elder'"):
+        lab.lanes(traces["42"], "a_chunk", "elder")
+
+
+def test_wavefronts_of_a_request():
+    plain = lab.change("43", {"PAD = 1": "PAD = 0"})
+    requests = [
+        picture.requests(kernel.xray(1, 128, 1, block=0), "a_chunk", "load", warp=0)
+        for kernel in (plain, lab.kernel("43"))
+    ]
+    # Of the older maps in the rounds up: 32, 32, 16, 8, 4 and 2 lanes of the first warp.
+    assert [[picture.wavefronts(a) for a in found[:12:2]] for found in requests] == [
+        [2, 4, 4, 4, 4, 2],
+        [1, 1, 1, 1, 1, 1],
+    ]
 
 
 def test_fragments_are_those_of_the_instruction():

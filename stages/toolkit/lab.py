@@ -160,6 +160,14 @@ def wavefronts(report: Report, text: str) -> float:
     return sum(site.wavefronts for site in sites) / sum(site.requests for site in sites)
 
 
+def lanes(report: Report, name: str, text: str) -> int:
+    """How many lanes read or write a shared array at the lines that hold this text, each time they do."""
+    sites = [site for site in report.sites if site.name == name and text in site.line.text]
+    if not sites:
+        raise ValueError(f"no line that reads or writes {name} holds {text!r}")
+    return sum(site.lanes for site in sites)
+
+
 def faults(report: Report, most: int | None = None) -> str:
     """The faults of a report as text, one for each pair of lines; with `most`, the first so many."""
     merged: dict[tuple, Fault] = {}

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from stages.toolkit import build, lab, render
@@ -600,6 +601,12 @@ def banks(panels: Mapping[str, Access], lanes: range = range(32)) -> Picture:
     return Picture(figure, "; ".join(words) + ".")
 
 
+def wavefronts(access: Access) -> int:
+    """What a request for words of 4 bytes takes: as many wavefronts as the busiest bank has words."""
+    asked = [word % 32 for word in _words(access, range(32))]
+    return max(map(asked.count, asked))
+
+
 def _words(access: Access, lanes: Iterable[int]) -> dict[int, list[int]]:
     """The lanes that ask for each word of 4 bytes, by the word's index."""
     who: dict[int, list[int]] = {}
@@ -767,6 +774,80 @@ def walk(panels: Mapping[str, Report], seq: int, channels: int, reads: str = "ab
     handles.append(Patch(color=BLOCKS[1], label=f"{' and '.join(writes)} stored"))
     _legend(figure, handles)
     return Picture(figure, "; ".join(words) + ".")
+
+
+def joins(panels: Mapping[str, Report], array: str = "b_chunk", result: str = "h") -> Picture:
+    """Which steps of time a parallel scan joins, and when: a column for each, a row for what waits for the one above.
+
+    Args:
+        panels: Traces of one block that scans one chunk, time last.
+        array: The shared array in which the steps' values lie. A place is first written by the thread of its step.
+        result: The tensor to which they go in the end.
+    """
+    flows = {title: _joins(report, array, result) for title, report in panels.items()}
+    deepest = max(level for flow in flows.values() for _, _, level in flow)
+    figure = Figure(figsize=(WIDTH, 0.38 * deepest + 1.1), layout="constrained", facecolor=PANEL)
+    axes = np.atleast_1d(figure.subplots(1, len(flows), sharey=True))
+    words = []
+    for ax, (title, flow) in zip(axes, flows.items(), strict=True):
+        seq, end = (1 + max(flow)[0], max(level for _, _, level in flow))
+        ax.vlines(range(seq), 0, end, color=EMPTY, lw=1.2, zorder=1)
+        older, newer = ({(a, b, level) for a, b, level in flow if (b - a) * sign > 0} for sign in (1, -1))
+        for moved, colour in ((newer, BLOCKS[1]), (older, BLOCKS[0])):
+            lines = [((start, level - 1), (to, level)) for start, to, level in sorted(moved)]
+            ax.add_collection(LineCollection(lines, color=colour, lw=1.2, zorder=2))
+        joined = sorted({(to, level) for _, to, level in older})
+        ax.scatter(*zip(*joined, strict=True), s=14, color=BLOCKS[0], zorder=3)
+        levels = {level for _, level in joined}
+        words.append(f"{title}: {len(joined)} combines in {_plural(len(levels), 'round')}")
+        ax.set_title(words[-1], fontsize=10, color=INK)
+        ax.set(xlim=(-0.7, seq - 0.3), ylim=(deepest + 0.3, -0.3), yticks=[], facecolor=PANEL)
+        ax.set_xticks(range(0, seq, max(1, seq // 16)))
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0, colors=INK, labelsize=8)
+        ax.spines[:].set_visible(False)
+    handles = [Line2D([], [], color=BLOCKS[0], marker="o", ms=4, label="what is older, joined with what is newer")]
+    if any(start > to for flow in flows.values() for start, to, _ in flow):
+        handles.append(Line2D([], [], color=BLOCKS[1], label="a state, handed to the older half"))
+    _legend(figure, handles)
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def _joins(report: Report, array: str, result: str) -> list[tuple[int, int, int]]:
+    """What went into each value that was written, as (its step, the value's step, the value's level).
+
+    A value's level is one more than the deepest of what went into it.
+    """
+    holds: dict[int, tuple[int, int]] = {}  # a place of the array: the step and the level of its value
+    newest: dict[int, int] = {}  # of each step, the level
+    read: dict[int, set[tuple[int, int]]] = {}  # by each thread, before it wrote
+    wrote: dict[int, set[int]] = {}  # by each thread, since it read
+    flow = []
+    for access in report.trace:
+        if access.name not in (array, result):
+            continue
+        written = {}
+        for lane, offset in enumerate(access.offsets):
+            if offset < 0:
+                continue
+            place, thread = offset // access.size, 32 * access.warp + lane
+            if access.op == "load":
+                if wrote.pop(thread, None):
+                    read[thread] = set()
+                read.setdefault(thread, set()).add(holds[place])
+                continue
+            to = place if access.name == result else holds.get(place, (thread,))[0]
+            if to in wrote.setdefault(thread, set()):  # it has read nothing since
+                read[thread], wrote[thread] = set(), set()
+            wrote[thread].add(to)
+            before = read.get(thread, set()) | ({(to, newest[to])} if to in newest else set())
+            level = 1 + max((level for _, level in before), default=-1)
+            flow += [(step, to, level) for step, _ in sorted(before)]
+            written[place] = to, level
+        newest |= dict(written.values())
+        if access.name == array:
+            holds |= written
+    return flow
 
 
 # ---------------------------------------------------------------------------------------------------------------------
