@@ -38,13 +38,20 @@ constexpr int WIDE = 16 / int(sizeof(T));  // steps of a thread: what 16 bytes h
 template <typename T>
 using Items = Vector<std::remove_const_t<T>, WIDE<T>>;
 
+// The same bytes as another type.
+template <typename To, typename From>
+__device__ __forceinline__ To bits_of(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  return *reinterpret_cast<const To*>(&from);
+}
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What a piece of time makes of the state before it.
 template <typename Sum>
-struct Map {
+struct alignas(2 * sizeof(Sum)) Map {
   Sum a = 1, b = 0;  // of no step
 
   // b is where the piece leads from 0, also if a, a product, has overflowed: infinity times 0 would be NaN.
@@ -77,8 +84,9 @@ __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Map<Sum>* 
   Sum state = carry;
 #pragma unroll 4
   for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) {  // a step each: few
+    const Map<Sum> map = warps[warp];
     if (warp == warp_id()) state = carry;
-    carry = warps[warp](carry);
+    carry = map(carry);
   }
   return lane_id() > 0 ? older(state) : state;
 }
@@ -88,6 +96,8 @@ __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Map<Sum>* 
 // direction, in groups of 16 bytes, 0 if anyhow.
 template <typename T, int STEP>
 struct Row {
+  // What is on its way stays as it comes: to unpack 16-bit numbers, or to turn them around, is to wait for them.
+  using Words = std::conditional_t<STEP != 0, Vector<uint32_t, 4>, Items<T>>;
   T* data;
   int64_t seq, stride;
 
@@ -95,19 +105,22 @@ struct Row {
       : data(&x(batch, 0, channel)), seq(x.size[1]), stride(STEP ? STEP : x.stride[1]) {}
 
   // Asks for a thread's words of the chunk that begins at step t0: WIDE consecutive ones, or every 32nd of its warp's.
-  __device__ __forceinline__ Items<T> load(int64_t t0, T outside) const {
+  __device__ __forceinline__ Words load(int64_t t0, T outside) const {
     const int64_t t = t0 + first();
     Items<T> items;
-    if (STEP) {
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;
-      if (t < seq) items = turned(load_vector<WIDE<T>>(group(t)));
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;
+    Words words = bits_of<Words>(items);
+    if constexpr (STEP) {
+      if (t < seq) words = load_vector<4>(reinterpret_cast<const uint32_t*>(group(t)));
     } else {
       const T* from = data + t * stride;
       UNROLL
-      for (int i = 0; i < WIDE<T>; ++i, from += 32 * stride) items[i] = t + 32 * i < seq ? *from : outside;
+      for (int i = 0; i < WIDE<T>; ++i, from += 32 * stride) {
+        if (t + 32 * i < seq) words[i] = *from;
+      }
     }
-    return items;
+    return words;
   }
 
   // In lane 31 the word after those of its warp.
@@ -131,9 +144,9 @@ struct Row {
   }
 
   // The steps of the thread, in their order, of the words that it has loaded.
-  static __device__ __forceinline__ Items<T> blocked(const Items<T>& loaded) {
-    if constexpr (STEP) return loaded;
-    else return exchange<true>(loaded);
+  static __device__ __forceinline__ Items<T> blocked(const Words& words) {
+    if constexpr (STEP) return turned(bits_of<Items<T>>(words));
+    else return exchange<true>(words);
   }
 
  private:
@@ -189,7 +202,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 5 : 2) scan_warp(View<const
 
   Row<const T, STEP> a_row(a, batch, channel), b_row(b, batch, channel);
   Row<T, STEP> h_row(h, batch, channel);
-  Items<T> a_next = a_row.load(0, T(1.0f)), b_next = b_row.load(0, T(0.0f));  // (1, 0) changes nothing
+  auto a_next = a_row.load(0, T(1.0f)), b_next = b_row.load(0, T(0.0f));  // (1, 0) changes nothing
 
   Sum carry = h0.size[0] ? Sum(h0(batch, channel)) : 0;
   int slot = 0;
@@ -237,7 +250,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 4 : 2) scan_warp_backward(V
   Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
   const T start = h0.size[0] ? h0(batch, channel) : T(0.0f);  // stands where h has ended: before the first step
   T after_next = h_row.load_after(0, start);
-  Items<T> g_next = g_row.load(0, T(0.0f)), a_next = a_row.load(0, T(1.0f)), h_next = h_row.load(0, start);
+  auto g_next = g_row.load(0, T(0.0f)), a_next = a_row.load(0, T(1.0f)), h_next = h_row.load(0, start);
 
   Sum carry = 0;
   int slot = 0;
