@@ -22,6 +22,7 @@
 //           that are apart cost a sector each (stage 41). Products of a above 3e38 are infinite, whatever b was.
 // Run       python -m stages run 44
 
+#include <cmath>
 #include <type_traits>
 
 #include "common/device.h"
@@ -49,42 +50,65 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a piece of time makes of the state before it.
+// What a piece of time makes of the state before it: state -> (a + low) state + b. Products of numbers just below 1 are
+// rounded down nearly every time; what that took from a is kept in low, or it would add up from piece to piece.
 template <typename Sum>
-struct alignas(2 * sizeof(Sum)) Map {
-  Sum a = 1, b = 0;  // of no step
+struct Map {
+  Sum a = 1, low = 0, b = 0;  // of no step
 
-  // b is where the piece leads from 0, also if a, a product, has overflowed: infinity times 0 would be NaN.
-  __device__ __forceinline__ Sum operator()(Sum state) const { return state == 0 ? b : a * state + b; }
+  // b is where the piece leads from 0, also if a has overflowed: infinity times 0 would be NaN, and so may low be then.
+  __device__ __forceinline__ Sum operator()(Sum state) const {
+    const Sum main = a * state;
+    return state == 0 ? b : main + (std::isinf(main) ? b : low * state + b);
+  }
 };
+
+// The product of (a1 + low1) and (a2 + low2).
+template <typename Sum>
+__device__ __forceinline__ void multiply(Sum a1, Sum low1, Sum a2, Sum low2, Sum& a, Sum& low) {
+  a = a2 * a1;
+  low = std::fma(a2, a1, -a) + (a2 * low1 + low2 * a1);
+}
 
 // Two pieces, the older one first: not the same as the other way round.
 template <typename Sum>
 __device__ __forceinline__ Map<Sum> combine(Map<Sum> older, Map<Sum> newer) {
-  return {newer.a * older.a, newer(older.b)};
+  Map<Sum> both;
+  multiply(older.a, older.low, newer.a, newer.low, both.a, both.low);
+  both.b = newer(older.b);
+  return both;
 }
 
 template <typename Sum>
 __device__ __forceinline__ Map<Sum> shuffle_up(Map<Sum> map, int distance) {
-  return {__shfl_up_sync(ALL, map.a, distance), __shfl_up_sync(ALL, map.b, distance)};
+  return {__shfl_up_sync(ALL, map.a, distance), __shfl_up_sync(ALL, map.low, distance),
+          __shfl_up_sync(ALL, map.b, distance)};
 }
+
+// Those of a block's warps.
+template <typename Sum>
+struct Maps {
+  Sum a[WARPS], low[WARPS], b[WARPS];
+};
 
 // The state before a thread's steps, which `own` is the map of; `carry`, that before the chunk, becomes that after it.
 template <typename Sum>
-__device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Map<Sum>* warps) {
+__device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Maps<Sum>& warps) {
   UNROLL
   for (int distance = 1; distance < 32; distance *= 2) {
     const Map<Sum> older = shuffle_up(own, distance);
     if (lane_id() >= distance) own = combine(older, own);  // now the map of 2 distance threads, or of all from lane 0
   }
-  if (lane_id() == 31) warps[warp_id()] = own;
+  if (lane_id() == 31) {
+    warps.a[warp_id()] = own.a, warps.low[warp_id()] = own.low, warps.b[warp_id()] = own.b;
+  }
   const Map<Sum> older = shuffle_up(own, 1);
   __syncthreads();  // the maps of all warps are there
 
   Sum state = carry;
 #pragma unroll 4
   for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) {  // a step each: few
-    const Map<Sum> map = warps[warp];
+    const Map<Sum> map{warps.a[warp], warps.low[warp], warps.b[warp]};
     if (warp == warp_id()) state = carry;
     carry = map(carry);
   }
@@ -195,7 +219,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 5 : 2) scan_warp(View<const
                                                         View<const T, 2> h0,  // [batch, channels], or empty
                                                         View<T, 3> h) {       // [batch, seq, channels]
   using Sum = Accumulator<T>;
-  __shared__ Map<Sum> warps[2][WARPS];
+  __shared__ Maps<Sum> warps[2];
   const unsigned channels = unsigned(h.size[2]);  // a grid has less than 2^31 blocks
   const int64_t batch = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int chunk = blockDim.x * WIDE<T>;
@@ -213,7 +237,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 5 : 2) scan_warp(View<const
     Map<Sum> own;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own.a = Sum(a_now[i]) * own.a;
+      multiply(own.a, own.low, Sum(a_now[i]), Sum(0), own.a, own.low);
       own.b = Sum(a_now[i]) * own.b + Sum(b_now[i]);
     }
     Sum state = state_before(own, carry, warps[slot]);
@@ -241,7 +265,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 4 : 2) scan_warp_backward(V
                                                                  View<T, 3> db,        // [batch, seq, channels]
                                                                  View<T, 2> dh0) {     // [batch, channels], or empty
   using Sum = Accumulator<T>;
-  __shared__ Map<Sum> warps[2][WARPS];
+  __shared__ Maps<Sum> warps[2];
   const unsigned channels = unsigned(h.size[2]);
   const int64_t batch = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int chunk = blockDim.x * WIDE<T>;
@@ -264,7 +288,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 4 : 2) scan_warp_backward(V
     Map<Sum> own;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own.a = Sum(a_now[i]) * own.a;
+      multiply(own.a, own.low, Sum(a_now[i]), Sum(0), own.a, own.low);
       own.b = Sum(a_now[i]) * (Sum(g_now[i]) + own.b);
     }
     Sum state = state_before(own, carry, warps[slot]);

@@ -18,14 +18,13 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
     chunks = -(-pieces // WARPS)
     warps = -(-pieces // chunks)
     after, ends = (pieces - 1, 1) if backward else (0, 0)
-    twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words, and of a map: two words, the same for all lanes
-    loads = chunks * warps * warps * twice  # the maps of all warps, read by all warps
-    stores = chunks * warps
+    loads = chunks * warps * 3 * warps  # the maps of all warps, three words each, read by all warps
+    stores = chunks * 3 * warps
     if time_dim == 2:  # 16 bytes a lane
         requests, sectors = pieces, T * itemsize // SECTOR
     else:  # a word a lane, in a sector of its own; and every warp exchanges the words of a tensor in shared memory
         requests, sectors = T // 32, T
-        singly, whole = wide * twice, 4  # wavefronts: words side by side, and 16 bytes of each lane
+        singly, whole = wide * (2 if itemsize == 8 else 1), 4  # wavefronts: words side by side, and 16 bytes of each lane
         loads += chunks * warps * (reads * whole + writes * singly)
         stores += chunks * warps * (reads * singly + writes * whole)
     return Counts(
