@@ -56,10 +56,11 @@ template <typename Sum>
 struct Map {
   Sum a = 1, low = 0, b = 0;  // of no step
 
-  // b is where the piece leads from 0, also if a has overflowed: infinity times 0 would be NaN, and so may low be then.
+  // From 0 a piece leads to b, also if a has overflowed, and low with it: infinity times 0 would be NaN.
   __device__ __forceinline__ Sum operator()(Sum state) const {
-    const Sum main = a * state;
-    return state == 0 ? b : main + (std::isinf(main) ? b : low * state + b);
+    const Sum main = state == 0 ? Sum(0) : a * state;
+    const Sum rest = state == 0 || std::isinf(main) ? Sum(0) : low * state;
+    return main + (rest + b);
   }
 };
 
@@ -79,10 +80,13 @@ __device__ __forceinline__ Map<Sum> combine(Map<Sum> older, Map<Sum> newer) {
   return both;
 }
 
+// The map that the lane so far below has; of no step, if there is none.
 template <typename Sum>
 __device__ __forceinline__ Map<Sum> shuffle_up(Map<Sum> map, int distance) {
-  return {__shfl_up_sync(ALL, map.a, distance), __shfl_up_sync(ALL, map.low, distance),
-          __shfl_up_sync(ALL, map.b, distance)};
+  const Sum a = __shfl_up_sync(ALL, map.a, distance), low = __shfl_up_sync(ALL, map.low, distance);
+  const Sum b = __shfl_up_sync(ALL, map.b, distance);
+  const bool there = lane_id() >= distance;
+  return {there ? a : 1, there ? low : 0, there ? b : 0};
 }
 
 // Those of a block's warps.
@@ -96,8 +100,7 @@ template <typename Sum>
 __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Maps<Sum>& warps) {
   UNROLL
   for (int distance = 1; distance < 32; distance *= 2) {
-    const Map<Sum> older = shuffle_up(own, distance);
-    if (lane_id() >= distance) own = combine(older, own);  // now the map of 2 distance threads, or of all from lane 0
+    own = combine(shuffle_up(own, distance), own);  // now the map of 2 distance lanes, or of all from lane 0 on
   }
   if (lane_id() == 31) {
     warps.a[warp_id()] = own.a, warps.low[warp_id()] = own.low, warps.b[warp_id()] = own.b;
@@ -112,7 +115,7 @@ __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Maps<Sum>&
     if (warp == warp_id()) state = carry;
     carry = map(carry);
   }
-  return lane_id() > 0 ? older(state) : state;
+  return older(state);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ struct Row {
   __device__ __forceinline__ void store(int64_t t0, const Items<T>& items) const {
     const int64_t t = t0 + first();
     if (STEP) {
-      if (t < seq) store_vector(group(t), turned(items));
+      if (t < seq) store_vector(reinterpret_cast<uint32_t*>(group(t)), bits_of<Vector<uint32_t, 4>>(turned(items)));
     } else {
       const Items<T> striped = exchange<false>(items);
       T* to = data + t * stride;
