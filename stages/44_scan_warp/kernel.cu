@@ -15,11 +15,11 @@
 //           R chunks of W warps in a channel, M = ceil(T / 128) warps that have steps to take
 //             global load sectors   forward 2 N / 8 + C W, backward 3 N / 8 + C (M + W - 1)
 //             global store sectors  forward N / 8, backward 2 N / 8 + C: each word moves once
-//             shared wavefronts     C R W stores and C R W^2 loads, with C R barriers: nothing that grows with WIDE
+//             shared wavefronts     3 C R W stores, 3 C R W^2 loads, and C R barriers: of maps, no word of a tensor
 //           with time_dim=1, [B, T, D], and where else 16 bytes do not lie together, a lane takes every 32nd word of
 //           its warp, and the words change places in shared memory: striped in memory, blocked in registers.
 // Limits    A channel is one block's: a few dozen of them, however long, leave multiprocessors idle (stage 45). Steps
-//           that are apart cost a sector each (stage 41). Products of a above 3e38 are infinite, whatever b was.
+//           that lie apart cost a sector each (stage 41). Where a product of a overflows, so does what it multiplies.
 // Run       python -m stages run 44
 
 #include <cmath>
@@ -33,7 +33,10 @@
 #include "common/view.h"
 
 constexpr int WARPS = 8;  // of a block, at most
-constexpr unsigned ALL = 0xffffffff;
+// Blocks that a multiprocessor has at a time. A thread has 16 bytes of every tensor under way: 40 KB of a and b in all,
+// 48 KB of g, a and h, where it takes 17 to keep memory busy. Words that are loaded singly have a register each.
+constexpr int BLOCKS = 5, BLOCKS_BACKWARD = 4, BLOCKS_ANYHOW = 2;
+constexpr unsigned ALL = 0xffffffff;  // lanes
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // steps of a thread: what 16 bytes hold
 template <typename T>
@@ -58,9 +61,8 @@ struct Map {
 
   // From 0 a piece leads to b, also if a has overflowed, and low with it: infinity times 0 would be NaN.
   __device__ __forceinline__ Sum operator()(Sum state) const {
-    const Sum main = state == 0 ? Sum(0) : a * state;
-    const Sum rest = state == 0 || std::isinf(main) ? Sum(0) : low * state;
-    return main + (rest + b);
+    const Sum main = a * state, rest = low * state;
+    return (state == 0 ? 0 : main) + ((state == 0 || std::isinf(main) ? 0 : rest) + b);
   }
 };
 
@@ -217,10 +219,11 @@ struct Row {
 // ---------------------------------------------------------------------------------------------------------------------
 // grid (B D), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP ? 5 : 2) scan_warp(View<const T, 3> a,   // [batch, seq, channels]
-                                                        View<const T, 3> b,   // [batch, seq, channels]
-                                                        View<const T, 2> h0,  // [batch, channels], or empty
-                                                        View<T, 3> h) {       // [batch, seq, channels]
+__global__ void __launch_bounds__(32 * WARPS, STEP ? BLOCKS : BLOCKS_ANYHOW)
+    scan_warp(View<const T, 3> a,   // [batch, seq, channels]
+              View<const T, 3> b,   // [batch, seq, channels]
+              View<const T, 2> h0,  // [batch, channels], or empty
+              View<T, 3> h) {       // [batch, seq, channels]
   using Sum = Accumulator<T>;
   __shared__ Maps<Sum> warps[2];
   const unsigned channels = unsigned(h.size[2]);  // a grid has less than 2^31 blocks
@@ -260,13 +263,14 @@ __global__ void __launch_bounds__(32 * WARPS, STEP ? 5 : 2) scan_warp(View<const
 // is a[t] lambda[t], what later steps give to the next state: a step makes a (g + carry) of it.
 // grid (B D), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP ? 4 : 2) scan_warp_backward(View<const T, 3> g,   // [batch, seq, channels]
-                                                                 View<const T, 3> a,   // [batch, seq, channels]
-                                                                 View<const T, 3> h,   // [batch, seq, channels]
-                                                                 View<const T, 2> h0,  // [batch, channels], or empty
-                                                                 View<T, 3> da,        // [batch, seq, channels]
-                                                                 View<T, 3> db,        // [batch, seq, channels]
-                                                                 View<T, 2> dh0) {     // [batch, channels], or empty
+__global__ void __launch_bounds__(32 * WARPS, STEP ? BLOCKS_BACKWARD : BLOCKS_ANYHOW)
+    scan_warp_backward(View<const T, 3> g,   // [batch, seq, channels]
+                       View<const T, 3> a,   // [batch, seq, channels]
+                       View<const T, 3> h,   // [batch, seq, channels]
+                       View<const T, 2> h0,  // [batch, channels], or empty
+                       View<T, 3> da,        // [batch, seq, channels]
+                       View<T, 3> db,        // [batch, seq, channels]
+                       View<T, 2> dh0) {     // [batch, channels], or empty
   using Sum = Accumulator<T>;
   __shared__ Maps<Sum> warps[2];
   const unsigned channels = unsigned(h.size[2]);
