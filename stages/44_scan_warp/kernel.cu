@@ -101,7 +101,7 @@ struct Maps {
 template <typename Sum>
 __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Maps<Sum>& warps) {
   UNROLL
-  for (int distance = 1; distance < 32; distance *= 2) {
+  for (int distance = 1; distance <= 16; distance *= 2) {
     own = combine(shuffle_up(own, distance), own);  // now the map of 2 distance lanes, or of all from lane 0 on
   }
   if (lane_id() == 31) {
@@ -184,13 +184,13 @@ struct Row {
   }
 
   // The 16 bytes of WIDE steps from t on.
-  __device__ __forceinline__ T* group(int64_t t) const { return STEP > 0 ? data + t : data - t - (WIDE<T> - 1); }
+  __device__ __forceinline__ T* group(int64_t t) const { return STEP == 1 ? data + t : data - t - (WIDE<T> - 1); }
 
   // In the order of time from that of memory, and back.
   static __device__ __forceinline__ Items<T> turned(const Items<T>& items) {
     Items<T> result;
     UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP > 0 ? i : WIDE<T> - 1 - i];
+    for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == 1 ? i : WIDE<T> - 1 - i];
     return result;
   }
 

@@ -24,7 +24,7 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
         requests, sectors = pieces, T * itemsize // SECTOR
     else:  # a word a lane, in a sector of its own; and every warp exchanges the words of a tensor in shared memory
         requests, sectors = T // 32, T
-        singly, whole = wide * (2 if itemsize == 8 else 1), 4  # wavefronts: words side by side, and 16 bytes of each lane
+        singly, whole = wide * (2 if itemsize == 8 else 1), 4  # wavefronts of a lane's words, singly and all at once
         loads += chunks * warps * (reads * whole + writes * singly)
         stores += chunks * warps * (reads * singly + writes * whole)
     return Counts(
@@ -53,7 +53,18 @@ stage = Stage(
     family=scan,
     lesson="time in pieces: shuffles inside a warp, one barrier for a block's warps, a carry from chunk to chunk",
     cost=cost,
-    aligned=(1, 64, 16),
+    aligned=(1, 128, 16),
     registers=128,  # of those that load words singly; the others keep to 48 and 64
     options=({"time_dim": 2}, {"time_dim": 2, "reverse": True}, {"time_dim": 1}),
 )
+
+NOWHERE = "a word past the last of a vector in registers: nobody reads what is written there"
+EQUIVALENT = {
+    "for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
+    "for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == 1 ? i : WIDE<T> - 1 - i];  "
+    "[i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
+    "for (int i = 0; i < WIDE<T>; ++i) {  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
+    "for (int64_t t0 = 0; t0 < h.size[1]; t0 += chunk) {  [t0 < h.size[1] -> t0 <= h.size[1]]": (
+        "a chunk past the end changes and stores nothing: only the counts of the backward tell, which its tests compare"
+    ),
+}
