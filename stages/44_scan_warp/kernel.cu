@@ -11,7 +11,7 @@
 //           chunk, while the words of the next one are on their way.
 // Mapping   block: one channel of one batch.  thread: WIDE consecutive steps of a chunk, 16 bytes, which are one load
 //           and one store if steps lie side by side.  warp: 32 WIDE steps.  chunk: up to WARPS of those.
-// Cost      with time_dim=2, [B, D, T] row-major float32, T a multiple of 64; N = B T D elements, C = B D channels,
+// Cost      with time_dim=2, [B, D, T] row-major float32, T a multiple of 128; N = B T D elements, C = B D channels,
 //           R chunks of W warps in a channel, M = ceil(T / 128) warps that have steps to take
 //             global load sectors   forward 2 N / 8 + C W, backward 3 N / 8 + C (M + W - 1)
 //             global store sectors  forward N / 8, backward 2 N / 8 + C: each word moves once
@@ -121,8 +121,8 @@ __device__ __forceinline__ Sum state_before(Map<Sum> own, Sum& carry, Maps<Sum>&
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One row of a tensor, of which a thread takes some words of every chunk. STEP: 1 or -1 if steps lie side by side in this
-// direction, in groups of 16 bytes, 0 if anyhow.
+// One row of a tensor, of which a thread takes some words of every chunk. STEP: 1 or -1 if steps lie side by side in
+// this direction, in groups of 16 bytes, 0 if anyhow.
 template <typename T, int STEP>
 struct Row {
   // What is on its way stays as it comes: to unpack 16-bit numbers, or to turn them around, is to wait for them.
