@@ -393,6 +393,21 @@ def test_exercise_43(capsys):
     assert "race" in capsys.readouterr().out
 
 
+def test_exercise_44(capsys):
+    size, limits = (1, 2048, 1), {"shared_load_wavefronts": 3 * 8 * 2, "barriers": 2}
+    own = "const int last = min(lane_id(), int(blockDim.x) / 32 - 1);\n"
+    own += "const Map<Sum> mine{warps.a[last], warps.low[last], warps.b[last]};\n"
+    shuffled = ", ".join(f"__shfl_sync(ALL, mine.{word}, warp)" for word in ("a", "low", "b"))
+    answer = {
+        "  Sum state = carry;": f"{own}Sum state = carry;",
+        "const Map<Sum> map{warps.a[warp], warps.low[warp], warps.b[warp]};": f"const Map<Sum> map{{{shuffled}}};",
+    }
+    lab.exercise("44", answer, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("44", {"  Sum state = carry;": f"{own}Sum state = carry;"}, *size, at_most=limits)
+    assert "but too much" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
@@ -517,6 +532,12 @@ def test_wavefronts_of_a_request():
         [2, 4, 4, 4, 4, 2],
         [1, 1, 1, 1, 1, 1],
     ]
+
+
+def test_the_pieces_of_a_scan():
+    size = (1, 2048, 1)
+    shown = picture.pieces(lab.kernel("44").xray(*size, block=0), size[1])
+    assert shown.words == "48 requests of 8 warps; 2,048 steps asked for before a store."
 
 
 def test_fragments_are_those_of_the_instruction():

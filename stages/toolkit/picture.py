@@ -850,6 +850,39 @@ def _joins(report: Report, array: str, result: str) -> list[tuple[int, int, int]
     return flow
 
 
+def pieces(report: Report, seq: int, reads: str = "ab", writes: str = "h") -> Picture:
+    """Which piece of time every warp of a block asks for and stores: a row for each request, a column for each step.
+
+    Args:
+        report: The trace of one block that has one channel, float32, [B, D, T] with D = 1.
+        seq: T.
+        reads, writes: The names of the tensors.
+    """
+    trace = [a for a in report.trace if a.space == "global" and a.name in (*reads, *writes)]
+    warps = 1 + max(access.warp for access in trace)
+    colours = [matplotlib.colormaps["viridis"](0.12 + 0.83 * warp / max(warps - 1, 1))[:3] for warp in range(warps)]
+    image = np.ones((len(trace), seq, 3)) * EMPTY
+    for y, access in enumerate(trace):
+        for offset in (offset for offset in access.offsets if offset >= 0):
+            steps = slice(offset // 4 % seq, offset // 4 % seq + access.size // 4)
+            image[y, steps] = colours[access.warp] if access.op == "load" else BLOCKS[1]
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained", facecolor=PANEL)
+    ax = figure.subplots()
+    ax.imshow(image, extent=(0, seq, len(trace), 0), aspect="auto", interpolation="nearest")
+    before = next(y for y, access in enumerate(trace) if access.op == "store")
+    asked = max(max(a.offsets) // 4 % seq + a.size // 4 for a in trace[:before])
+    words = f"{_plural(len(trace), 'request')} of {_plural(warps, 'warp')}; {asked:,} steps asked for before a store"
+    ax.set_title(words, fontsize=10, color=INK)
+    ax.set_xlabel("time →", color=INK, fontsize=9)
+    ax.set_ylabel("← requests of a block to global memory, in order", color=INK, fontsize=9)
+    ax.set(yticks=[], facecolor=EMPTY)
+    ax.tick_params(length=0, colors=INK, labelsize=9)
+    ax.spines[:].set_visible(False)
+    handles = [Patch(color=colours[warp], label=f"warp {warp}") for warp in sorted({0, warps // 2, warps - 1})]
+    _legend(figure, [*handles, Patch(color=BLOCKS[1], label=f"{' and '.join(writes)} stored")])
+    return Picture(figure, words + ".")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensor cores
 
