@@ -22,6 +22,8 @@ struct alignas(2 * sizeof(R)) Complex {
   __host__ __device__ friend Complex operator*(Complex x, Complex y) {
     return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
   }
+  __host__ __device__ friend Complex operator-(Complex x, Complex y) { return {x.re - y.re, x.im - y.im}; }
+  __host__ __device__ friend Complex operator*(Complex x, R y) { return {x.re * y, x.im * y}; }
 };
 
 template <typename T>
