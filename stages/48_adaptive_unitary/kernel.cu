@@ -28,10 +28,10 @@
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int LANES = 64;   // states of a block, one a thread
-constexpr int STEPS = 16;   // of a tile
-constexpr int INPUTS = 32;  // rows of u, and columns of x, in shared memory at a time
-constexpr int PAD = 1;      // so that neighbouring inputs of a state lie in different banks
+constexpr int LANES = 64;                // states of a block, one a thread
+constexpr int STEPS = 16;                // of a tile
+constexpr int INPUTS = 32;               // rows of u, and columns of x, in shared memory at a time
+constexpr int PAD = 1;                   // so that neighbouring inputs of a state lie in different banks
 constexpr int QUARTERS = LANES / STEPS;  // threads that add up the states of one step
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
@@ -71,16 +71,16 @@ struct Tiles {
   T v[STEPS], g[STEPS];             // of the block's own channel: dt silu(u), and in the backward dy silu(z)
 };
 
-// turns[s] = theta[t0 + s] / 2 pi of this thread's state, all steps of a tile at once. One text for both directions,
+// angles[s] = theta[t0 + s] of this thread's state, all steps of a tile at once. One text for both directions,
 // so that the backward finds the very same phases.
 template <typename T>
-__device__ __forceinline__ void find_turns(T (&turns)[STEPS], Tiles<T>& tiles, const View<const T, 3>& u,
-                                           const View<const T, 3>& x, T bias, int64_t batch, int64_t channel,
-                                           int64_t state0, int64_t t0, bool first) {
+__device__ __forceinline__ void find_angles(T (&angles)[STEPS], Tiles<T>& tiles, const View<const T, 3>& u,
+                                            const View<const T, 3>& x, T bias, int64_t batch, int64_t channel,
+                                            int64_t state0, int64_t t0, bool first) {
   const int64_t inputs = u.size[1], seq = u.size[2], states = x.size[1];
   const int lane = threadIdx.x;
   UNROLL
-  for (int s = 0; s < STEPS; ++s) turns[s] = bias;
+  for (int s = 0; s < STEPS; ++s) angles[s] = bias;
   for (int64_t r0 = 0; r0 < inputs; r0 += INPUTS) {
     __syncthreads();  // everyone is done with the tiles that these replace
     for (int e = lane; e < INPUTS * STEPS; e += LANES) {
@@ -101,12 +101,10 @@ __device__ __forceinline__ void find_turns(T (&turns)[STEPS], Tiles<T>& tiles, c
       for (int s = 0; s < STEPS; s += WIDE<T>) {
         const auto group = load_vector<WIDE<T>>(&tiles.u[r][s]);
         UNROLL
-        for (int i = 0; i < WIDE<T>; ++i) turns[s + i] += weight * group[i];
+        for (int i = 0; i < WIDE<T>; ++i) angles[s + i] += weight * group[i];
       }
     }
   }
-  UNROLL
-  for (int s = 0; s < STEPS; ++s) turns[s] *= T(0.15915494309189533577);
 }
 
 // The sum over all states of what they put into tiles.sums, for step lane / QUARTERS; all its threads get it.
@@ -125,20 +123,20 @@ __device__ __forceinline__ T sum_of_states(const Tiles<T>& tiles) {
 // grid (B d), block (LANES)
 template <typename T>
 __global__ void __launch_bounds__(LANES)
-    adaptive_unitary(View<const T, 3> u,                // [batch, channels, seq]
-                     View<const T, 3> dt,               // [batch, channels, seq]
-                     View<const T, 3> x,                // [channels, states, channels]
-                     View<const T, 2> x_bias,           // [channels, states]
-                     View<const Complex<T>, 1> B,       // [states]
-                     View<const Complex<T>, 1> C,       // [states]
-                     View<const T, 1> D,                // [channels]
-                     View<const T, 3> z,                // [batch, channels, seq]
-                     View<const Complex<T>, 3> state,   // [batch, channels, states], or empty
-                     View<T, 3> y,                      // [batch, channels, seq]
-                     View<T, 3> w,                      // [batch, channels, seq], y before silu(z), for the backward
-                     View<Complex<T>, 3> last,          // [batch, channels, states]
-                     View<Complex<T>, 4> ends,          // [slabs, batch, channels, states]: s at the ends, or empty
-                     View<T, 3> phases,                 // [batch, channels, states]: bits of the last phase
+    adaptive_unitary(View<const T, 3> u,               // [batch, channels, seq]
+                     View<const T, 3> dt,              // [batch, channels, seq]
+                     View<const T, 3> x,               // [channels, states, channels]
+                     View<const T, 2> x_bias,          // [channels, states]
+                     View<const Complex<T>, 1> B,      // [states]
+                     View<const Complex<T>, 1> C,      // [states]
+                     View<const T, 1> D,               // [channels]
+                     View<const T, 3> z,               // [batch, channels, seq]
+                     View<const Complex<T>, 3> state,  // [batch, channels, states], or empty
+                     View<T, 3> y,                     // [batch, channels, seq]
+                     View<T, 3> w,                     // [batch, channels, seq], y before silu(z), for the backward
+                     View<Complex<T>, 3> last,         // [batch, channels, states]
+                     View<Complex<T>, 4> ends,         // [slabs, batch, channels, states]: s at the ends, or empty
+                     View<T, 3> phases,                // [batch, channels, states]: bits of the last phase
                      int64_t slab) {
   __shared__ Tiles<T> tiles;
   const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1];
@@ -157,18 +155,19 @@ __global__ void __launch_bounds__(LANES)
       const int64_t t = t0 + step;
       const bool inside = t < seq, writer = inside && lane % QUARTERS == 0;
       const T gate = inside ? silu(u(batch, channel, t)) : T(0);
-      T turns[STEPS];
-      find_turns(turns, tiles, u, x, bias, batch, channel, state0, t0, t0 == 0);
+      T angles[STEPS];
+      find_angles(angles, tiles, u, x, bias, batch, channel, state0, t0, t0 == 0);
       if (lane % QUARTERS == 0) tiles.v[step] = inside ? dt(batch, channel, t) * gate : T(0);
       __syncthreads();  // v is there; nobody reads the sums of the tile before any more
       UNROLL
       for (int s = 0; s < STEPS; ++s) {
-        if (t0 + s < seq) phase += phase_of(turns[s]);
+        if (t0 + s < seq) phase += phase_of(angles[s]);
         const Complex<T> e = unit<T>(phase);
-        sum = sum + b * conj(e) * (tiles.v[s] + (turns[s] - turns[s]));  // NaN, where a phase cannot be one
+        sum = sum + b * conj(e) * (tiles.v[s] + (angles[s] - angles[s]));  // NaN, where a phase cannot be one
         tiles.sums[s][lane] = (c * (e * sum)).re;
       }
-      if (own && ends.size[0] && ((t0 + STEPS) % slab == 0 || t0 + STEPS >= seq)) ends(t0 / slab, batch, channel, j) = sum;
+      if (own && ends.size[0] && ((t0 + STEPS) % slab == 0 || t0 + STEPS >= seq))
+        ends(t0 / slab, batch, channel, j) = sum;
       T total = sum_of_states(tiles);
       if (writer) {
         total += state0 ? w(batch, channel, t) : D(channel) * gate;
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(LANES)
     const T bias = own ? x_bias(channel, j) : T(0);
     Phase<T> phase = 0;
     Complex<T> sum = 0, m = 0, db = 0, dc = 0;
-    T angles = 0;
+    T of_bias = 0;
     if (own) {
       phase = reinterpret_cast<const Phase<T>&>(phases(batch, channel, j));
       sum = ends(t_begin / dtheta.size[1], batch, channel, j);
@@ -243,8 +242,8 @@ __global__ void __launch_bounds__(LANES)
       const T input = inside ? u(batch, channel, t) : T(0), rate = inside ? dt(batch, channel, t) : T(0);
       const T gate = silu(input), grad = inside ? dy(batch, channel, t) : T(0);
       const T out = inside ? z(batch, channel, t) : T(0), grad_w = grad * silu(out);
-      T turns[STEPS];
-      find_turns(turns, tiles, u, x, bias, batch, channel, state0, t0, t0 == last_tile);
+      T angles[STEPS];
+      find_angles(angles, tiles, u, x, bias, batch, channel, state0, t0, t0 == last_tile);
       if (writes) tiles.v[step] = rate * gate, tiles.g[step] = grad_w;
       __syncthreads();  // v and g are there; nobody reads the sums of the tile before any more
       UNROLL
@@ -258,8 +257,8 @@ __global__ void __launch_bounds__(LANES)
         const T angle = m.im * sum.re - m.re * sum.im;
         tiles.sums[s][lane] = (conj(lambda) * b).re;
         if (t0 + s < t_end) {
-          angles += angle;
-          phase -= phase_of(turns[s]);
+          of_bias += angle;
+          phase -= phase_of(angles[s]);
           if (own) dtheta(place, t0 + s - t_begin, channel * states + j) = angle;
         }
       }
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(LANES)
     if (own) {
       reinterpret_cast<Phase<T>&>(earlier(batch, channel, j)) = phase;
       dstate(batch, channel, j) = m;
-      add(dbias(place, channel, j), angles, fresh);
+      add(dbias(place, channel, j), of_bias, fresh);
       add(dB(place, channel, j), db, fresh);
       add(dC(place, channel, j), dc, fresh);
     }
@@ -296,32 +295,35 @@ __global__ void __launch_bounds__(LANES)
 
 // du += x^T dtheta: a warp takes every WARPS-th of the channels and states, a lane one input, for STEPS steps at once.
 // grid (group ceil(steps / STEPS) ceil(d / INPUTS)), block (INPUTS, WARPS)
-constexpr int WARPS = 8;
 template <typename T>
-__global__ void __launch_bounds__(INPUTS* WARPS)
+constexpr int WARPS = 32 / int(sizeof(T));  // as many as shared memory has room for
+template <typename T>
+__global__ void __launch_bounds__(INPUTS* WARPS<T>)
     input_gradient(View<const T, 3> dtheta,  // [group, slab, channels states]
-                   View<const T, 2> x,       // [channels states, inputs]
+                   View<const T, 3> x,       // [channels, states, inputs]
                    View<T, 3> du,            // [batch, inputs, seq]
                    int64_t batch0, int64_t t_begin, int64_t t_end) {
-  constexpr int TILE = 16 * WARPS;  // of the channels and states
+  constexpr int TILE = 16 * WARPS<T>;  // of the channels and states
   alignas(16) __shared__ T tile[TILE][STEPS];
-  __shared__ T sums[WARPS][STEPS][INPUTS + 1];
-  const int64_t all = x.size[0], inputs = x.size[1];
+  __shared__ T sums[WARPS<T>][STEPS][INPUTS + 1];
+  const int64_t states = x.size[1], inputs = x.size[2], all = x.size[0] * states;
   const int64_t across = ceil_div(inputs, INPUTS), down = ceil_div(t_end - t_begin, STEPS);
   const int64_t place = blockIdx.x / (across * down), t0 = blockIdx.x / across % down * STEPS;
   const int64_t r = blockIdx.x % across * INPUTS + threadIdx.x;
   const int lane = threadIdx.x, warp = threadIdx.y, thread = warp * INPUTS + lane;
 
   T sum[STEPS] = {};
+  int64_t channel = 0, state = warp;  // of the next row of x
   for (int64_t k0 = 0; k0 < all; k0 += TILE) {
     __syncthreads();  // everyone is done with the tile before
-    for (int e = thread; e < TILE * STEPS; e += INPUTS * WARPS) {
+    for (int e = thread; e < TILE * STEPS; e += INPUTS * WARPS<T>) {
       const int k = e % TILE, s = e / TILE;
       tile[k][s] = k0 + k < all && t_begin + t0 + s < t_end ? dtheta(place, t0 + s, k0 + k) : T(0);
     }
     __syncthreads();  // the tile is there
-    for (int k = warp; k < TILE; k += WARPS) {
-      const T weight = k0 + k < all && r < inputs ? x(k0 + k, r) : T(0);
+    for (int k = warp; k < TILE; k += WARPS<T>, state += WARPS<T>) {
+      while (state >= states) state -= states, ++channel;  // rather than a division of 64 bits
+      const T weight = k0 + k < all && r < inputs ? x(channel, state, r) : T(0);
       UNROLL
       for (int s = 0; s < STEPS; s += WIDE<T>) {
         const auto group = load_vector<WIDE<T>>(&tile[k][s]);
@@ -333,12 +335,12 @@ __global__ void __launch_bounds__(INPUTS* WARPS)
   UNROLL
   for (int s = 0; s < STEPS; ++s) sums[warp][s][lane] = sum[s];
   __syncthreads();  // all warps' sums are there
-  for (int e = thread; e < INPUTS * STEPS; e += INPUTS * WARPS) {
+  for (int e = thread; e < INPUTS * STEPS; e += INPUTS * WARPS<T>) {
     const int s = e % STEPS, input = e / STEPS;
     const int64_t row = r - lane + input, t = t_begin + t0 + s;
     if (row >= inputs || t >= t_end) continue;
     T total = 0;
-    for (int i = 0; i < WARPS; ++i) total += sums[i][s][input];
+    for (int i = 0; i < WARPS<T>; ++i) total += sums[i][s][input];
     du(batch0 + place, row, t) += total;
   }
 }
@@ -348,11 +350,10 @@ __global__ void __launch_bounds__(INPUTS* WARPS)
 constexpr int THREADS = 128;
 constexpr int ROWS = 32;  // steps of u in shared memory at a time
 template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    weight_gradient(View<const T, 3> dtheta,  // [group, slab, channels states]
-                    View<const T, 3> u,       // [batch, inputs, seq]
-                    View<T, 3> dx,            // [group, inputs, channels states]
-                    int64_t batch0, int64_t t_begin, int64_t t_end, bool fresh) {
+__global__ void __launch_bounds__(THREADS) weight_gradient(View<const T, 3> dtheta,  // [group, slab, channels states]
+                                                           View<const T, 3> u,       // [batch, inputs, seq]
+                                                           View<T, 3> dx,            // [group, inputs, channels states]
+                                                           int64_t batch0, int64_t t_begin, int64_t t_end, bool fresh) {
   alignas(16) __shared__ T tile[ROWS][INPUTS];
   const int64_t all = dx.size[2], inputs = dx.size[1];
   const int64_t across = ceil_div(inputs, INPUTS), down = ceil_div(all, THREADS);
@@ -409,18 +410,12 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
                                Input<1> B, Input<1> C, Input<1> D, Input<3> z, Input<3> w, Input<4> ends,
                                Input<3> phases, Output<3> du, Output<3> ddt, Output<3> dz, Output<3> dstate,
                                Output<3> earlier, Output<3> dtheta, Output<3> dbias, Output<3> dB, Output<3> dC,
-                               Output<2> dD, Output<3> dx, Input<2> x_rows, Stream stream) {
+                               Output<2> dD, Output<3> dx, Stream stream) {
   const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2];
   const int64_t group = dtheta.size[0], slab = dtheta.size[1], all = dtheta.size[2];
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    const auto between = [&] {  // phases that one slab leaves for the one before it
-      View<const T, 3> result{static_cast<const T*>(earlier.data), {}, {}};
-      for (int d = 0; d < 3; ++d) result.size[d] = earlier.size[d], result.stride[d] = earlier.stride[d];
-      return result;
-    }();
-    View<const T, 3> angles{static_cast<const T*>(dtheta.data), {}, {}};
-    for (int d = 0; d < 3; ++d) angles.size[d] = dtheta.size[d], angles.stride[d] = dtheta.stride[d];
+    const auto between = read_only(earlier.as<T>()), angles = read_only(dtheta.as<T>());
     for (int64_t batch0 = 0; batch0 < batches; batch0 += group) {
       const int64_t places = batches - batch0 < group ? batches - batch0 : group;
       for (int64_t t_begin = (seq - 1) / slab * slab; t_begin >= 0; t_begin -= slab) {
@@ -431,9 +426,9 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
             x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), w.as<T>(), ends.as<C2>(),
             last ? phases.as<T>() : between, earlier.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(), dstate.as<C2>(),
             dtheta.as<T>(), dbias.as<T>(), dB.as<C2>(), dC.as<C2>(), dD.as<T>(), batch0, t_begin, t_end, fresh);
-        launch<input_gradient<T>>(
-            {places * ceil_div(t_end - t_begin, STEPS) * ceil_div(channels, INPUTS)}, dim3(INPUTS, WARPS), 0, stream,
-            angles, x_rows.as<T>(), du.as<T>(), batch0, t_begin, t_end);
+        launch<input_gradient<T>>({places * ceil_div(t_end - t_begin, STEPS) * ceil_div(channels, INPUTS)},
+                                  dim3(INPUTS, WARPS<T>), 0, stream, angles, x.as<T>(), du.as<T>(), batch0, t_begin,
+                                  t_end);
         launch<weight_gradient<T>>({places * ceil_div(all, THREADS) * ceil_div(channels, INPUTS)}, dim3(THREADS), 0,
                                    stream, angles, u.as<T>(), dx.as<T>(), batch0, t_begin, t_end, fresh);
       }
