@@ -29,6 +29,7 @@
 #include "common/view.h"
 
 constexpr int LANES = 64;                // states of a block, one a thread
+constexpr int BLOCKS = 4;                // a multiprocessor: no more threads than states, so registers abound
 constexpr int STEPS = 16;                // of a tile
 constexpr int INPUTS = 32;               // rows of u, and columns of x, in shared memory at a time
 constexpr int PAD = 1;                   // so that neighbouring inputs of a state lie in different banks
@@ -59,7 +60,7 @@ __device__ __forceinline__ Complex<T> polar(const View<const Complex<T>, 1>& x, 
   if (j >= x.size[0]) return {0, 0};
   const Complex<T> value = x(j);
   const T radius = (value.re > 0 ? value.re : 0) + std::log1p(std::exp(value.re > 0 ? -value.re : value.re));
-  return {radius * std::cos(value.im), radius * std::sin(value.im)};
+  return unit<T>(phase_of(value.im)) * radius;
 }
 
 // What a block keeps in shared memory.
@@ -122,7 +123,7 @@ __device__ __forceinline__ T sum_of_states(const Tiles<T>& tiles) {
 // ---------------------------------------------------------------------------------------------------------------------
 // grid (B d), block (LANES)
 template <typename T>
-__global__ void __launch_bounds__(LANES)
+__global__ void __launch_bounds__(LANES, BLOCKS)
     adaptive_unitary(View<const T, 3> u,               // [batch, channels, seq]
                      View<const T, 3> dt,              // [batch, channels, seq]
                      View<const T, 3> x,               // [channels, states, channels]
@@ -191,7 +192,7 @@ __device__ __forceinline__ void add(T& place, T value, bool fresh) {
 // One slab of time, from t_end - 1 down to t_begin, of the batches from batch0 on; `fresh`: the first one of a place.
 // grid (group d), block (LANES)
 template <typename T>
-__global__ void __launch_bounds__(LANES)
+__global__ void __launch_bounds__(LANES, BLOCKS)
     adaptive_unitary_backward(View<const T, 3> dy,              // [batch, channels, seq]
                               View<const Complex<T>, 3> dlast,  // [batch, channels, states]
                               View<const T, 3> u,               // [batch, channels, seq]

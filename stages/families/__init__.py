@@ -12,6 +12,7 @@ A family is a module of this package with these names:
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
     incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
+    OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one)
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
 
 All but `define` get the function's keyword options, those of `Stage.options`, as keywords.
