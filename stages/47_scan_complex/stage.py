@@ -68,3 +68,13 @@ stage = Stage(
     options=({}, {"reverse": True}, {"time_dim": 2}),
 )
 
+NOTHING = "a tile of zeros is copied that nobody reads: only the counts of the backward tell, which its tests compare"
+EQUIVALENT = {
+    "for (int r = 0; r < ROWS<T>; r += STEP, to += STEP * stride_t) {  [r < ROWS<T> -> r <= ROWS<T>]": (
+        "past a whole tile the check of the row, which is there for the last tile, stores nothing"
+    ),
+    "if (g_strip.steps > 0) g_strip.fetch(g_ring[slot]), a_strip.fetch(a_ring[slot]), h_strip.fetch(h_ring[slot]);  "
+    "[g_strip.steps > 0 -> g_strip.steps >= 0]": NOTHING,
+    "if (g_strip.steps > 0) g_strip.fetch(g_ring[slot]), a_strip.fetch(a_ring[slot]), h_strip.fetch(h_ring[slot]);  "
+    "[g_strip.steps > 0 -> true]": NOTHING,
+}

@@ -4,9 +4,38 @@ from stages.families import adaptive_unitary
 from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
+LANES, STEPS, INPUTS = 64, 16, 32  # states of a block, steps of a tile, inputs of a tile
+WARPS = LANES // 32
+
 
 def cost(b: int, d: int, n: int, T: int, itemsize: int) -> Counts:
-    return Counts()
+    """The forward without what a backward needs. A block walks through all tiles of time once for LANES states."""
+    walks, tiles, parts = n // LANES, T // STEPS, d // INPUTS
+    each, wide = itemsize, itemsize // 4  # sectors of 32 words side by side; those of 8, and wavefronts of 32
+    blocks = b * d
+    # Of x the tile stays where it is while there is but one; u, dt, z and D or w are needed for a tile of time.
+    tiles_of_x = walks * (parts * tiles if parts > 1 else 1)
+    loads_of_x, loads_of_u = tiles_of_x * INPUTS * WARPS, walks * tiles * parts * STEPS * INPUTS // 32
+    gates = walks * tiles * WARPS
+    return Counts(
+        load_requests=blocks * (walks * WARPS * 4 + loads_of_x + loads_of_u + gates * 4),
+        load_sectors=blocks
+        * (
+            walks * WARPS * 7 * each
+            + (loads_of_x + loads_of_u) * each
+            + gates * 3 * wide
+            + tiles * WARPS * (1 + (walks - 1) * wide)
+        ),
+        store_requests=blocks * (walks * WARPS * 2 + gates * 2),
+        store_sectors=blocks * (walks * WARPS * 3 * each + gates * 2 * wide),
+        # For each input: one word of x, and 16 bytes of u at a time, the same for all lanes, which takes two wavefronts.
+        # For each step: v, the same for all, and the sum over the states.
+        shared_load_wavefronts=blocks
+        * gates
+        * (parts * INPUTS * (wide + 2 * STEPS * itemsize // 16) + STEPS * (1 + wide)),
+        shared_store_wavefronts=blocks * wide * (loads_of_x + loads_of_u + gates * (1 + STEPS)),
+        barriers=blocks * walks * tiles * (2 * parts + 2),
+    )
 
 
 stage = Stage(

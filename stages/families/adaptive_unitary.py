@@ -240,9 +240,7 @@ def check(
             continue
         check_tensor(CALL, name, value, rank, (numbers,))
         if value.device != u.device:
-            raise ValueError(
-                f"{CALL}: {name} is on {value.device}, but u is on {u.device}; allowed: the same for both"
-            )
+            raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {u.device}; allowed: the same for both")
     (batches, channels, _), states = u.shape, x.shape[1]
     for name, value in (("dt", dt), ("z", z)):
         if value.shape != u.shape:
@@ -341,4 +339,6 @@ def incumbent(
 def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
     """For a state and step: d multiplications and additions for its angle, and some 24 operations on complex numbers."""
     b, d, n, seq = (sizes[name] for name in SIZES)
-    return Work(b * seq * d * n * (2 * d + 24), itemsize * (4 * b * d * seq + 4 * b * d * n + d * n * (d + 1) + 4 * n + d))
+    return Work(
+        b * seq * d * n * (2 * d + 24), itemsize * (4 * b * d * seq + 4 * b * d * n + d * n * (d + 1) + 4 * n + d)
+    )
