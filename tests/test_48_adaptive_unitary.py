@@ -86,14 +86,35 @@ class TestAdaptiveUnitary(StageCases):
         seq = 8192
         u, dt, _, x_bias, B, C, D, z, state = self.arguments((1, 1, 5, seq), device=device)
         x = torch.zeros(1, 5, 1, device=device)
-        self.compare([u, dt, x, x_bias, B, C, D, z, state], 3e-6)
+        self.compare([u, dt, x, x_bias, B, C, D, z, state], 5e-6)
         incumbent = family.incumbent(u, dt, x, x_bias, B, C, D, z, state)[1]
         truth = family.reference(u, dt, x, x_bias, B, C, D, z, state)[1]
         assert relative_error(incumbent, truth) > 1e-4
 
     @pytest.mark.parametrize("seq", [2048, 4096])
     def test_long_sequences(self, seq, device):
-        self.compare([*self.arguments((1, 2, 8, seq), device=device)], 3e-5)
+        """Angles are rounded to float32 at each step, and the gradient of u feels that; sums of them feel it more."""
+        arguments = list(self.arguments((1, 2, 8, seq), device=device))
+        truths = self.results([widened(x) for x in arguments], function=family.reference)
+        theirs = self.results(arguments, function=family.incumbent)
+        for x, other, truth in zip(self.results(arguments), theirs, truths, strict=True):
+            assert relative_error(x, truth) <= max(0.5 * relative_error(other, truth), 1e-6)
+
+    def test_states_that_are_kept_keep_early_gradients_right(self, device, monkeypatch):
+        """All the way back from the last state, early ones are differences of large ones: s loses digits."""
+        *arguments, _ = self.arguments((1, 2, 4, 16384), device=device)
+        arguments.append(None)
+        grads = [torch.zeros(1, 2, 16384, device=device), torch.zeros(1, 2, 4, device=device)]
+        grads[0][..., :64] = 1  # a loss of the first steps alone
+        wide = [None if x is None else widened(x) for x in arguments]
+        truths = self.results(wide, [widened(x) for x in grads], function=family.reference)
+        errors = {}
+        for slab in (family.SLAB, 16384):
+            monkeypatch.setattr(family, "SLAB", slab)
+            found = self.results(arguments, grads)
+            errors[slab] = max(relative_error(x, truth) for x, truth in zip(found[2:], truths[2:], strict=True))
+        kept, alone = errors.values()
+        assert kept <= 1e-6 and alone >= 5 * kept, errors
 
     def test_a_state_far_away_comes_back(self, device):
         """Without an input the states only turn, and are as long as before; y sees them turn."""
@@ -151,7 +172,7 @@ class TestAdaptiveUnitary(StageCases):
             assert torch.equal(a, b) and torch.equal(a, c) and not a.requires_grad
 
     def test_batches_in_groups_give_the_same(self, device, monkeypatch):
-        """With scratch memory for one batch at a time: sums over batches are grouped otherwise, and all else is equal."""
+        """With scratch memory for one batch at a time: only sums over batches are grouped otherwise."""
         arguments = list(self.arguments((5, 3, 4, 150), torch.float64, device))
         whole = self.results(arguments)
         for places in (1, 2):

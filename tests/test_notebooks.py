@@ -366,6 +366,18 @@ def test_exercise_41(capsys):
     assert "Not yet" in capsys.readouterr().out
 
 
+def test_exercise_47(capsys):
+    size = (1, 64, 64)
+    limits = {"shared_store_wavefronts": 0, "store_sectors": size[1] * size[2] // 4}
+    place = "b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there"
+    inside = "if (t0 + r < seq && lane < h_strip.cols) h(batch, t0 + r, channel0 + lane) = T(state);"
+    turning = lab.kernel("47", torch.complex64)
+    lab.exercise(turning, {place: inside, "h_strip.store(b_ring[now]);": ""}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise(turning, {place: inside}, *size, at_most=limits)
+    assert "Not yet" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}

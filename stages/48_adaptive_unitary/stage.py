@@ -28,7 +28,7 @@ def cost(b: int, d: int, n: int, T: int, itemsize: int) -> Counts:
         ),
         store_requests=blocks * (walks * WARPS * 2 + gates * 2),
         store_sectors=blocks * (walks * WARPS * 3 * each + gates * 2 * wide),
-        # For each input: one word of x, and 16 bytes of u at a time, the same for all lanes, which takes two wavefronts.
+        # For each input: one word of x, and 16 bytes of u at a time, the same for all lanes, in two wavefronts.
         # For each step: v, the same for all, and the sum over the states.
         shared_load_wavefronts=blocks
         * gates
@@ -43,6 +43,6 @@ stage = Stage(
     family=adaptive_unitary,
     lesson="states that turn: a sum in a frame that turns along, phases in whole numbers",
     cost=cost,
-    aligned=(1, 32, 64, 128),
+    aligned=(1, INPUTS, LANES, STEPS),
     registers=255,  # in double; there are no more threads than states, so each may have many
 )
