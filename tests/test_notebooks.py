@@ -378,6 +378,16 @@ def test_exercise_47(capsys):
     assert "Not yet" in capsys.readouterr().out
 
 
+def test_exercise_48(capsys):
+    size = (1, 32, 64, 64)
+    before = lab.kernel("48").formula(*size).barriers
+    longer = {"constexpr int STEPS = 16; ": "constexpr int STEPS = 32; "}
+    lab.exercise("48", longer, *size, at_most={"barriers": before // 2})
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("48", longer, *size, at_most={"barriers": before // 2 - 1})
+    assert "but too much" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}

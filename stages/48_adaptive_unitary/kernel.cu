@@ -13,9 +13,11 @@
 //           tile: STEPS steps. For these all theta at once, a product out of shared memory, then the walk, then the sum
 //           over the states. Backward: slab by slab of time from the end; a slab's dtheta stay in the L2 cache until
 //           two products have made du and dx of them. No two blocks add to one number: each has a place of its own.
-// Cost      float32, row-major, d = 32, n = LANES, T a multiple of SLAB; b = B d blocks, L = T / STEPS tiles
-//             forward barriers a block 3 L
-//             forward memory   words: u (d + 2) T B d / 1, dt and z once, y and w once, x n d and s 2 n a slab for each block
+// Cost      float32, row-major, d = P INPUTS, n = W LANES, T = L STEPS; each of b d blocks, X = 1 if P = 1, else L P:
+//             global load sectors   W (56 + 256 X + 64 L P + 8 L)      store sectors      W (24 + 4 L)
+//             shared loads          W L (576 P + 64) wavefronts        shared stores      W (64 X + 16 L P + 34 L)
+//             barriers              W L (2 P + 2)
+//           backward: b d n T dtheta are stored once and loaded twice, in slabs that a cache holds
 // Limits    Sequences one after another: few batches and channels leave much of the card idle, however long they are.
 //           More than LANES states take a walk for each LANES of them.
 // Run       python -m stages run 48
