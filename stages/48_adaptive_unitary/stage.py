@@ -65,5 +65,7 @@ EQUIVALENT = {
     "while (state >= states) state -= states, ++channel;  [state >= states -> state > states]": (
         "a contiguous x has its next channel where the state after the last one would be; the tests have other views"
     ),
-    "for (int64_t t0 = t_begin; t0 < t_end; t0 += ROWS) {  [t0 < t_end -> t0 <= t_end]": "a tile of no steps adds nothing",
+    "for (int64_t t0 = t_begin; t0 < t_end; t0 += ROWS) {  [t0 < t_end -> t0 <= t_end]": (
+        "a tile of no steps adds nothing"
+    ),
 }
