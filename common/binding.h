@@ -30,7 +30,7 @@ inline bool on_cpu_device() { return &simt_bind != nullptr; }
 
 // Names and objects of torch, looked up once.
 struct Torch {
-  PyObject *tensor, *float64, *float32, *float16, *bfloat16;
+  PyObject *tensor, *float64, *float32, *float16, *bfloat16, *complex128, *complex64;
   PyObject *dtype = intern("dtype"), *shape = intern("shape"), *stride = intern("stride"),
            *data_ptr = intern("data_ptr"), *get_device = intern("get_device");
 
@@ -39,7 +39,8 @@ struct Torch {
     static const Torch* torch = [] {
       const auto module = py::module_::import("torch");
       const auto take = [&](const char* name) { return module.attr(name).cast<py::object>().release().ptr(); };
-      return new Torch{take("Tensor"), take("float64"), take("float32"), take("float16"), take("bfloat16")};
+      return new Torch{take("Tensor"),   take("float64"),    take("float32"),  take("float16"),
+                       take("bfloat16"), take("complex128"), take("complex64")};
     }();
     return *torch;
   }
@@ -68,8 +69,10 @@ void read_tensor(PyObject* source, AnyView<N>& view) {
   else if (dtype.ptr() == torch.bfloat16) view.dtype = DType::bfloat16;
   else if (dtype.ptr() == torch.float16) view.dtype = DType::float16;
   else if (dtype.ptr() == torch.float64) view.dtype = DType::float64;
+  else if (dtype.ptr() == torch.complex64) view.dtype = DType::complex64;
+  else if (dtype.ptr() == torch.complex128) view.dtype = DType::complex128;
   else {
-    throw py::type_error("expected a tensor of float64, float32, float16 or bfloat16, got " +
+    throw py::type_error("expected a tensor of float64, float32, float16, bfloat16, complex128 or complex64, got " +
                          py::str(dtype).cast<std::string>());
   }
   view.device = int(PyLong_AsLong(call(source, torch.get_device).ptr()));

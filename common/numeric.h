@@ -1,4 +1,4 @@
-// Number types, what they accumulate in, and how a launcher goes from a tensor's dtype to a type.
+// Number types (complex ones are in complex.h), what they accumulate in, and how a launcher goes from a tensor's dtype to a type.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ using half = simt::Half;
 using bfloat16 = simt::BFloat16;
 #endif
 
-enum class DType { float64, float32, float16, bfloat16 };
+enum class DType { float64, float32, float16, bfloat16, complex128, complex64 };
 
 inline const char* name_of(DType dtype) {
   switch (dtype) {
@@ -26,11 +26,21 @@ inline const char* name_of(DType dtype) {
     case DType::float32: return "float32";
     case DType::float16: return "float16";
     case DType::bfloat16: return "bfloat16";
+    case DType::complex128: return "complex128";
+    case DType::complex64: return "complex64";
   }
   return "unknown";
 }
 
-inline int size_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
+inline int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::complex128: return 16;
+    case DType::complex64:
+    case DType::float64: return 8;
+    case DType::float32: return 4;
+    default: return 2;
+  }
+}
 
 template <typename T>
 struct Traits;
@@ -75,7 +85,7 @@ void dispatch_floating(DType dtype, Body&& body) {
     case DType::float32: return body.template operator()<float>();
     case DType::float16: return body.template operator()<half>();
     case DType::bfloat16: return body.template operator()<bfloat16>();
+    default: throw std::invalid_argument(std::string("this kernel does not take ") + name_of(dtype));
   }
-  throw std::invalid_argument("unknown dtype");
 #endif
 }

@@ -35,6 +35,14 @@ __host__ __device__ View<T, 2> matrix(const View<T, 4>& x, int64_t i, int64_t j)
   return {&x(i, j, 0, 0), {x.size[2], x.size[3]}, {x.stride[2], x.stride[3]}};
 }
 
+// What one launch has written, for the next one to read.
+template <typename T, int N>
+View<const T, N> read_only(const View<T, N>& x) {
+  View<const T, N> result{x.data, {}, {}};
+  for (int d = 0; d < N; ++d) result.size[d] = x.size[d], result.stride[d] = x.stride[d];
+  return result;
+}
+
 // The same values with a dimension counted from its end: the stride turns negative.
 template <typename T, int N>
 View<T, N> flipped(View<T, N> x, int dim) {

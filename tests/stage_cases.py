@@ -11,7 +11,7 @@ from stages.families import FLOATING
 from stages.toolkit import xray
 from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
-from stages.toolkit.verify import verify
+from stages.toolkit.verify import outputs, verify
 
 SCHEDULES = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2), ("random", 3)]
 HEADINGS = ["Problem", "Before", "Idea", "Mapping", "Cost", "Limits", "Run"]
@@ -100,11 +100,12 @@ class StageCases:
             seen = []
             for schedule, seed in SCHEDULES:
                 with xray.recording(schedule, seed) as report:
-                    output = self.stage.function(*arguments, **options)
-                    gradients = torch.autograd.grad(output, tensors, output.detach()) if self.stage.gradients else ()
+                    results = outputs(self.stage.function(*arguments, **options))
+                    grads = [x.detach() for x in results]
+                    gradients = torch.autograd.grad(results, tensors, grads) if self.stage.gradients else ()
                 assert report.launches
                 assert [str(fault) for fault in report.faults] == []
-                seen.append([output, *gradients])
+                seen.append([*results, *gradients])
             for results in seen[1:]:
                 assert all(torch.equal(x, first) for x, first in zip(results, seen[0], strict=True))
 
@@ -129,27 +130,29 @@ class StageCases:
             tensors = [x for x in arguments if isinstance(x, Tensor)]
 
             def wave(*arguments, options=options):
-                return torch.sin(self.stage.function(*arguments, **options))
+                return tuple(torch.sin(x) for x in outputs(self.stage.function(*arguments, **options)))
 
             torch.compiler.reset()  # every stage has this code once more, and there is a limit to that
             compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")
-            output, expected = compiled(*arguments), wave(*arguments)
-            assert torch.equal(output, expected)
+            results, expected = compiled(*arguments), wave(*arguments)
+            assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
             if self.stage.gradients:
-                for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (output, expected)), strict=True):
+                grads = [torch.ones_like(x) for x in expected]
+                for x, y in zip(*(torch.autograd.grad(o, tensors, grads) for o in (results, expected)), strict=True):
                     torch.testing.assert_close(x, y)
 
     def test_meta_tensors_give_the_shape(self):
         arguments = self.arguments(self.odd)
         meta = [x.to("meta") if isinstance(x, Tensor) else x for x in arguments]
-        assert self.function(*meta).shape == self.function(*arguments).shape
+        found, expected = outputs(self.function(*meta)), outputs(self.function(*arguments))
+        assert [x.shape for x in found] == [x.shape for x in expected]
 
     # ---- on a GPU
 
     @GPU
     def test_current_stream(self):
         arguments = self.arguments(self.odd, device="cuda")
-        expected = self.function(*arguments)
+        expected = outputs(self.function(*arguments))
         late = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in arguments]
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
@@ -158,9 +161,9 @@ class StageCases:
             for x, y in zip(late, arguments, strict=True):
                 if isinstance(x, Tensor):
                     x.copy_(y)
-            output = self.function(*late)
+            results = outputs(self.function(*late))
         stream.synchronize()
-        assert torch.equal(output, expected)
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
     @GPU
     def test_cuda_graph(self):
@@ -168,13 +171,13 @@ class StageCases:
         self.function(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = self.function(*arguments)
+            results = outputs(self.function(*arguments))
         for x, y in zip(arguments, self.arguments(self.odd, device="cuda", seed=7), strict=True):
             if isinstance(x, Tensor):
                 x.copy_(y)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(output, self.function(*arguments))
+        assert all(torch.equal(x, y) for x, y in zip(results, outputs(self.function(*arguments)), strict=True))
 
     @GPU
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -182,7 +185,8 @@ class StageCases:
         arguments = self.arguments(self.odd, device="cuda:1")
         assert torch.cuda.current_device() == 0
         first = [x.to("cuda:0") if isinstance(x, Tensor) else x for x in arguments]
-        assert torch.equal(self.function(*arguments).cpu(), self.function(*first).cpu())
+        results, expected = outputs(self.function(*arguments)), outputs(self.function(*first))
+        assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(results, expected, strict=True))
 
 
 def same(result: Tensor, expected: Tensor) -> bool:

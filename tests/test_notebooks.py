@@ -405,6 +405,27 @@ def test_exercise_44(capsys):
     lab.exercise("44", answer, *size, at_most=limits)
     assert "\nSolved." in capsys.readouterr().out
     lab.exercise("44", {"  Sum state = carry;": f"{own}Sum state = carry;"}, *size, at_most=limits)
+
+
+def test_exercise_47(capsys):
+    size = (1, 64, 64)
+    limits = {"shared_store_wavefronts": 0, "store_sectors": size[1] * size[2] // 4}
+    place = "b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there"
+    inside = "if (t0 + r < seq && lane < h_strip.cols) h(batch, t0 + r, channel0 + lane) = T(state);"
+    turning = lab.kernel("47", torch.complex64)
+    lab.exercise(turning, {place: inside, "h_strip.store(b_ring[now]);": ""}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise(turning, {place: inside}, *size, at_most=limits)
+    assert "Not yet" in capsys.readouterr().out
+
+
+def test_exercise_48(capsys):
+    size = (1, 32, 64, 64)
+    before = lab.kernel("48").formula(*size).barriers
+    longer = {"constexpr int STEPS = 16; ": "constexpr int STEPS = 32; "}
+    lab.exercise("48", longer, *size, at_most={"barriers": before // 2})
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("48", longer, *size, at_most={"barriers": before // 2 - 1})
     assert "but too much" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stages
-from stages.families import axpy, matmul, qkv, scan, vlstm
+from stages.families import adaptive_unitary, axpy, matmul, qkv, scan, vlstm
 from stages.toolkit import build, kernels, operator, stage, verify, xray
 
 NAMES = stages.names()
@@ -55,7 +55,11 @@ def test_importing_the_package_takes_little_more_than_torch():
     assert best < 0.5
 
 
-@pytest.mark.parametrize("item", [stages, stage, xray, axpy, matmul, qkv, scan, vlstm], ids=lambda item: item.__name__)
+@pytest.mark.parametrize(
+    "item",
+    [stages, stage, xray, adaptive_unitary, axpy, matmul, qkv, scan, vlstm],
+    ids=lambda item: item.__name__,
+)
 def test_the_examples_in_docstrings_run(item):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     examples = finder.find(item)

@@ -737,23 +737,32 @@ def _fills(report: Report, count: int, warp: int) -> tuple[int, list[_Fill]]:
 # Scans: when a warp asks for which steps of time
 
 
-def walk(panels: Mapping[str, Report], seq: int, channels: int, reads: str = "ab", writes: str = "h") -> Picture:
+def walk(
+    panels: Mapping[str, Report],
+    seq: int,
+    channels: int,
+    reads: str = "ab",
+    writes: str = "h",
+    itemsizes: Sequence[int] | None = None,
+) -> Picture:
     """Which steps a warp asks for and which it stores, request by request: a column for each, a row for each step.
 
     Args:
-        panels: Traces of one block, float32, [B, T, D].
+        panels: Traces of one block, [B, T, D].
         seq, channels: T and D.
         reads, writes: The names of the tensors.
+        itemsizes: Bytes of a number in each panel; 4 in all if left out.
     """
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained", facecolor=PANEL)
     axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
     words = []
-    for ax, (title, report) in zip(axes, panels.items(), strict=True):
+    itemsizes = itemsizes or [4] * len(panels)
+    for ax, itemsize, (title, report) in zip(axes, itemsizes, panels.items(), strict=True):
         trace = [a for a in report.trace if a.space == "global" and a.warp == 0 and a.name in (*reads, *writes)]
         image = np.ones((seq, len(trace), 3)) * EMPTY
         asked, ahead = 0, set()
         for x, access in enumerate(trace):
-            steps = {offset // (4 * channels) % seq for offset in access.offsets if offset >= 0}
+            steps = {offset // (itemsize * channels) % seq for offset in access.offsets if offset >= 0}
             image[sorted(steps), x] = BLOCKS[access.op == "store"]
             if access.op == "load":
                 asked = max(asked, *steps)

@@ -15,7 +15,7 @@ from stages.toolkit.stage import Stage
 class Result:
     """How far one output or gradient is from the truth."""
 
-    what: str  # "output", or "gradient of a"
+    what: str  # "output", or a name where there are several, or "gradient of a"
     dtype: torch.dtype
     sizes: dict[str, int]
     error: float
@@ -31,6 +31,11 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     """r = |x - ref| / |ref|, over all elements. NaN if either has one; 0 where both are zero or empty."""
     difference = (widened(result) - reference).norm().item()
     return difference / reference.norm().item() if reference.any() else difference
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a function gives, as a tuple, also if it is a single tensor."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def verify(
@@ -52,14 +57,18 @@ def verify(
     # The same arguments twice: for the kernel, and in float64 for the reference.
     given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     truth = [widened(x.detach()).requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
-    output, expected = stage.function(*given, **options), family.reference(*truth, **options)
+    results, expected = outputs(stage.function(*given, **options)), outputs(family.reference(*truth, **options))
     tolerance = family.tolerance(sizes, dtype, **options)
-    pairs = [("output", "output", output.detach(), expected.detach())]
+    kinds = getattr(family, "OUTPUTS", ("output",))
+    pairs = [(kind, kind, x.detach(), ref.detach()) for kind, x, ref in zip(kinds, results, expected, strict=True)]
     if stage.gradients:
-        generator = torch.Generator(output.device).manual_seed(seed + 1)
-        grad = torch.randn(output.shape, generator=generator, dtype=expected.dtype, device=output.device).to(dtype)
-        output.backward(grad)
-        expected.backward(widened(grad))
+        generator = torch.Generator(results[0].device).manual_seed(seed + 1)
+        grads = [
+            torch.randn(x.shape, generator=generator, dtype=ref.dtype, device=x.device).to(x.dtype)
+            for x, ref in zip(results, expected, strict=True)
+        ]
+        torch.autograd.backward(results, grads)
+        torch.autograd.backward(expected, [widened(grad) for grad in grads])
         pairs += [
             (f"gradient of {name}", name, x.grad, ref.grad)
             for name, x, ref in zip(names, given, truth, strict=True)
