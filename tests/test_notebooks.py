@@ -489,3 +489,4 @@ def test_the_comparison_with_a_gpu(tmp_path, monkeypatch):
     assert "NVIDIA H100: 1 of 2 counts are equal" in text
     assert "| stage 12, 64 x 32 x 96 |  | 1,536 |  |  | **7,000** (8,000) |  |" in text
     assert "1 differ, wider reads" in text
+    assert picture.nsight("12").markdown == text and "Not measured yet" in picture.nsight("11").markdown
