@@ -678,7 +678,7 @@ __global__ void __launch_bounds__(WALKERS) vlstm_gate_gradients(
     if (begins(at)) own += run, run = 0;
     const Sum input = Sum(i(batch, head, at)), forget = Sum(f(batch, head, at));
     di(batch, head, at) = T(Sum(own) * (gate == EXP ? Sum(1) : std::exp(log_sigmoid(-input))));
-    const double rounding = all_size > 0 ? all * (size / all_size) : 0;
+    const double rounding = all * (size / max(all_size, 1e-300));  // if all sizes are 0, so is this
     df(batch, head, at) = T(Sum(sum - rounding + run) * std::exp(log_sigmoid(-forget)));
   }
 }

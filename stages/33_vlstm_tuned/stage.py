@@ -128,3 +128,23 @@ stage = Stage(
     ),
     define={"launch": launch, "launch_backward": launch_backward},
 )
+
+SEEN = (
+    "const bool seen = up ? tile >= warp_tile : tile <= warp_tile, diagonal = tile >= tile0 && tile < tile0 + P::DOWN;"
+)
+BIAS = "bias(batch, head, row) = normalizer && size > 0 ? (l > 0 ? -dot : dot) : 0;"
+UNUSED = "in dK and dV, whose counts have no closed form here, factors of more tiles are added up, and no one uses them"
+EQUIVALENT = {
+    f"{SEEN}  [tile >= warp_tile -> true]": (
+        "weights of a tile that a warp does not see are 0: in dK and dV, whose counts have no closed form here, "
+        "they are multiplied for nothing"
+    ),
+    f"{SEEN}  [tile < tile0 + P::DOWN -> tile <= tile0 + P::DOWN]": UNUSED,
+    f"{SEEN}  [tile < tile0 + P::DOWN -> true]": UNUSED,
+    "const Sum weight = at < seq ? shared->own_weight[row_of(a)] : 0;  [at < seq -> at <= seq]": (
+        "the weight of a row past the end goes into no sum"
+    ),
+    "for (int flip = 1; flip < 32; flip *= 16) {  [flip < 32 -> flip <= 32]": "it is 1, 16 and then 256",
+    f"{BIAS}  [size > 0 -> size >= 0]": "where |sum u| is 1 the maximum has a kink, and either side's gradient will do",
+    f"{BIAS}  [l > 0 -> l >= 0]": "where l is 0, its logarithm is -infinity, and not greater than 0",
+}

@@ -318,6 +318,7 @@ def plot(chapter: Chapter) -> Picture | None:
     axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * max(highest, 100)))
     axes.set_xticks(range(len(chapter.stages)), [short_name(stage).replace(" ", "\n", 1) for stage in chapter.stages])
     axes.yaxis.set_major_formatter(lambda value, _: chapter.library if value == 100 else f"{value:g} %")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.set_facecolor(picture.PANEL)
     axes.tick_params(colors=picture.INK, which="both", length=0)
     axes.grid(axis="y", color=picture.FAINT, alpha=0.3, lw=0.8)

@@ -147,21 +147,22 @@ def ratios(problems: Mapping[str, tuple[Kernel, tuple[int, ...]]]) -> Shown:
     return table(("", "sectors a load request", "sectors a store request", "bytes moved for each needed"), rows)
 
 
-def nsight(dtype: str = "float32") -> Shown:
+def nsight(last: str = "99", dtype: str = "float32") -> Shown:
     """What Nsight Compute counted on a GPU and what the x-ray counted, as recorded in stages/measured/nsight.json.
 
-    The table has the problems of one dtype; a second number in a cell is the x-ray's where it is another one. The
-    sentences around it are about all that was recorded.
+    Of the stages up to the last that is named. The table has the problems of one dtype; a second number in a cell is
+    the x-ray's where it is another one. The sentences around it are about all dtypes that were recorded.
     """
     path = build.PACKAGE / "measured" / "nsight.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not record.get("rows"):
+    found = [row for row in record.get("rows", ()) if row["stage"][:2] <= last]
+    if not found:
         return say("**Not measured yet.** No comparison with a GPU has been recorded.")
     names = {metric: name.replace("_", " ") for name, metric in METRICS.items()}
     columns = [name for name in names.values() if "conflicts" not in name]
     lines: dict[str, dict[str, str]] = {}
     reasons: dict[str, int] = {}
-    for row in record["rows"]:
+    for row in found:
         gpu, xray, name = row["hardware"], row["xray"], names.get(row["metric"], row["metric"])
         if gpu != xray:
             reason = row.get("reason") or "no reason known"
@@ -172,7 +173,7 @@ def nsight(dtype: str = "float32") -> Shown:
             line[name] = f"{gpu:,}" if gpu == xray else f"**{gpu:,}** ({xray:,})"
     rows = [(problem, *(line[name] for name in columns)) for problem, line in lines.items()]
     body = table((dtype, *columns), rows)
-    total, equal = len(record["rows"]), len(record["rows"]) - sum(reasons.values())
+    total, equal = len(found), len(found) - sum(reasons.values())
     head = f"Nsight Compute on one {record['card']}: {equal:,} of {total:,} counts are equal to the x-ray's."
     tail = "".join(f"\n- {count:,} differ, {reason}" for reason, count in reasons.items())
     return Shown(f"{head}\n\n{body.markdown}\n{tail}", f"{head}\n{body.plain}\n{tail}".rstrip())
