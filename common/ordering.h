@@ -48,7 +48,8 @@ template <typename T>
 using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
 template <typename T>
-constexpr bool is_word = (sizeof(T) == 4 || sizeof(T) == 8) && alignof(T) == sizeof(T) && std::is_trivially_copyable_v<T>;
+constexpr bool is_word =
+    (sizeof(T) == 4 || sizeof(T) == 8) && alignof(T) == sizeof(T) && std::is_trivially_copyable_v<T>;
 }  // namespace detail
 
 #if defined(__CUDACC__)

@@ -6,7 +6,7 @@
 namespace simt {
 namespace {
 
-constexpr int LOOKS = 16;  // at words, one after another, by a thread that may be waiting for one of several
+constexpr int MANY_LOOKS = 16;  // at one word after another: perhaps in a loop that waits for one of them
 
 // In the random schedule others run between any two steps of a protocol, also where nobody has to wait.
 void perhaps_let_others_run(Worker& worker, const void* caller) {
@@ -19,10 +19,11 @@ uint64_t load_acquire(const void* address, int size) {
   const void* const caller = __builtin_return_address(0);
   Here& place = *here();
   Worker& worker = *place.worker;
-  Thread& thread = *place.self;
-  if (thread.polled == address || ++thread.looks > LOOKS) spin(caller, true);  // the second look is a loop's
+  Looks& looks = worker.looks[place.self - worker.threads];
+  if (looks.last == address || looks.count == MANY_LOOKS) spin(caller, true);  // a loop that waits
   else perhaps_let_others_run(worker, caller);
-  thread.polled = address;
+  looks.last = address, ++looks.count;
+  worker.looked = true;
   const bool held = place.log && xray_acquires(address, size, caller);
   const uint64_t word = size == 4 ? __atomic_load_n(static_cast<const uint32_t*>(address), __ATOMIC_ACQUIRE)
                                   : __atomic_load_n(static_cast<const uint64_t*>(address), __ATOMIC_ACQUIRE);

@@ -115,7 +115,7 @@ uintptr_t stacks_low = 0, stacks_high = 0;
 
 namespace {
 
-constexpr int MAX_WORKERS = 2 * RESIDENT_BLOCKS;  // of all launches together
+constexpr int MAX_WORKERS = 2 * RESIDENT_BLOCKS;                // of all launches together
 constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;  // the stacks of a worker
 constexpr size_t LARGE_PAGES = size_t(16) << 20;                // of them: 256 stacks, the usual block
 Worker* worker_of_slab[MAX_WORKERS];
@@ -518,7 +518,7 @@ void spin(const void* caller, bool for_blocks) {
   worker.waits_for_blocks |= for_blocks;
   thread.wait = Wait::spin;
   thread.caller = caller;
-  thread.polled = nullptr, thread.looks = 0;
+  if (worker.looked) worker.looks[&thread - worker.threads] = {};
   warp.spinning |= 1u << worker.lane;
   warp.runnable &= ~(1u << worker.lane);
   yield(worker);
@@ -595,10 +595,10 @@ struct Job {
   std::mutex mutex;  // of everything below
   std::string fault;
   bool was_interrupted = false;
-  uint64_t step = 1, start = 0;    // of the random order
-  uint64_t random = config.seed;   // who goes next
-  std::vector<Worker*> workers;    // each has a block, or looks for one
-  std::vector<Worker*> waiting;    // those whose block waits for others and has given its core away, the longest first
+  uint64_t step = 1, start = 0;   // of the random order
+  uint64_t random = config.seed;  // who goes next
+  std::vector<Worker*> workers;   // each has a block, or looks for one
+  std::vector<Worker*> waiting;   // those whose block waits for others and has given its core away, the longest first
   std::vector<std::thread> threads;
   Clock::time_point looked = Clock::now();  // for blocks that wait for ever
   int quiet = 0;                            // times in a row that none did anything else
@@ -737,6 +737,8 @@ void begin_block(Worker& worker, uint64_t block) {
   }
   worker.runnable_warps = worker.warp_count == 32 ? ~0u : (1u << worker.warp_count) - 1;
   for (int t = 0; t < worker.thread_count; ++t) worker.threads[t].sp = nullptr, worker.threads[t].wait = Wait::nothing;
+  if (worker.looked) std::fill_n(worker.looks, worker.thread_count, Looks());
+  worker.looked = false;
   worker.random = config.seed * 0x9e3779b97f4a7c15u + block;
   // Poison: what a kernel reads before anyone wrote it is NaN in every floating-point type.
   for (const auto& variable : *worker.shared) {
@@ -757,7 +759,8 @@ bool run_block(Worker& worker) {
     if (worker.gives_way) {
       worker.gives_way = false;
       if (!give_way(worker)) break;
-    } else if (worker.ask) {
+    }
+    if (worker.ask && Clock::now() - worker.asked > ASK_EVERY) {
       worker.asked = Clock::now();
       if ((worker.was_interrupted = worker.ask())) {
         worker.fault = "interrupted";

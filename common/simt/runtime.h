@@ -81,8 +81,13 @@ struct Thread {
   WarpOperation operation = nullptr;
   void* argument = nullptr;
   const void* caller = nullptr;  // of what waits in a loop
-  const void* polled = nullptr;  // what load_acquire looked at last, if the thread has not let others run since
-  int looks = 0;                 // at words since then
+};
+static_assert(sizeof(Thread) == 64);  // a line of the cache for each
+
+// What a thread has looked at by load_acquire since it let others run.
+struct Looks {
+  const void* last = nullptr;
+  int count = 0;
 };
 
 struct Warp {
@@ -108,6 +113,8 @@ struct Job;
 
 struct Worker {
   Thread threads[MAX_THREADS + 1];
+  Looks looks[MAX_THREADS];
+  bool looked = false;  // the present block has
   Warp warps[MAX_WARPS];
   unsigned runnable_warps = 0, meeting_warps = 0, spinning_warps = 0;
   int thread_count = 0, warp_count = 0, alive = 0, at_barrier = 0;
@@ -146,7 +153,7 @@ struct Worker {
   bool spare = false;             // made for a block that runs while another one waits
   bool has_turn = true;
   std::condition_variable turn;
-  uint64_t switches_seen = 0, spins_seen = 0;  // when the launch was last looked at for blocks that wait for ever
+  uint64_t switches_seen = 0, spins_seen = 0;      // when the launch was last looked at for blocks that wait for ever
   void (*tick)(Worker&, void* context) = nullptr;  // what the watchdog does
   timer_t timer{};
   pid_t timer_thread = 0;

@@ -53,8 +53,8 @@ struct Target {
   int index = -1;  // of the tensor, or of the shared variable
   std::vector<Cell> cells;
   std::unordered_map<size_t, std::vector<Reader>> readers;  // of cells that MANY read, where blocks are ordered
-  int shift = 2;           // log2 of the bytes a cell stands for
-  std::vector<bool> gaps;  // of a view with holes: which elements are not its own
+  int shift = 2;                                            // log2 of the bytes a cell stands for
+  std::vector<bool> gaps;                                   // of a view with holes: which elements are not its own
   int itemsize = 1;
   std::atomic_flag lock = ATOMIC_FLAG_INIT;
 
@@ -121,7 +121,7 @@ struct State {
   uint64_t barriers = 0, warp_syncs = 0;
 } state;
 
-History history;             // of the present launch
+History history;  // of the present launch
 
 }  // namespace
 
@@ -151,11 +151,11 @@ struct XrayWorker {
     Release release;
     uint32_t number = 0;  // once it was handed on
   };
-  uint32_t settled = 0;                                    // known to all threads since a barrier
-  std::vector<Acquired> acquired;                          // by a thread since then
-  std::unordered_map<uint64_t, Known> last_known;          // of a block, as `settled` has it
+  uint32_t settled = 0;                                     // known to all threads since a barrier
+  std::vector<Acquired> acquired;                           // by a thread since then
+  std::unordered_map<uint64_t, Known> last_known;           // of a block, as `settled` has it
   std::unordered_map<int, std::vector<uint32_t>> glimpsed;  // by a thread's atomics since its last fence
-  std::unordered_map<int, Fence> fences;                   // the last one of a thread
+  std::unordered_map<int, Fence> fences;                    // the last one of a thread
 
   struct Site {
     uint32_t key = 0;
@@ -253,9 +253,17 @@ Release release_of(XrayWorker& x, int lane) {
 
 void acquire(XrayWorker& x, int lane, uint32_t release) {
   if (!release) return;
-  if (!x.acquired.empty()) {
-    const auto& last = x.acquired.back();
-    if (last.release == release && last.lane == lane && warp_of(last.moment) == x.worker->warp) return;
+  std::vector<uint32_t> own;
+  for (const auto& acquired : x.acquired) {
+    if (acquired.lane == lane && warp_of(acquired.moment) == x.worker->warp) own.push_back(acquired.release);
+  }
+  if (!own.empty() && own.back() == release) return;  // nothing new, as in most loops that wait
+  if (own.size() >= 64) {                             // and no barrier between them
+    own.push_back(release);
+    release = history.put_together(std::move(own));
+    std::erase_if(x.acquired, [&](const auto& acquired) {
+      return acquired.lane == lane && warp_of(acquired.moment) == x.worker->warp;
+    });
   }
   x.acquired.push_back({now(x, lane), lane, release});
 }
@@ -426,9 +434,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   if (target.kind == Target::ignored) return;
   const Op op = op_of(site.key);
   const int size = size_of(site.key);
-  if ((op == Op::copy_load && target.kind != Target::tensor) ||
-      ((op == Op::copy_store || op == Op::matrix_load) && target.kind != Target::shared) ||
-      (is_ordered(op) && target.kind != Target::tensor)) {
+  if (op > Op::atomic && target.kind != (op == Op::copy_load || is_ordered(op) ? Target::tensor : Target::shared)) {
     const int lane = __builtin_ctz(mask);
     return report(x, "wrong memory", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
   }
@@ -462,7 +468,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
     }
     return;
   }
-  if (is_ordered(op)) return;  // was looked at when it was done: follow_word
+  if (is_ordered(op)) return;                            // was looked at when it was done: follow_word
   const bool contended = target.kind == Target::tensor;  // several workers share a tensor's shadow
   if (contended) {
     while (target.lock.test_and_set(std::memory_order_acquire)) {
@@ -951,8 +957,11 @@ void fence_order(Worker& worker) {
   XrayWorker& x = *worker.xray;
   const int lane = worker.lane, thread = worker.warp * 32 + lane;
   worker.busy.store(true, std::memory_order_relaxed);
-  for (uint32_t release : x.glimpsed[thread]) acquire(x, lane, release);
-  x.glimpsed[thread].clear();
+  if (const auto glimpsed = x.glimpsed.find(thread); glimpsed != x.glimpsed.end()) {
+    const std::lock_guard lock(history.mutex);
+    for (uint32_t release : glimpsed->second) acquire(x, lane, release);
+    x.glimpsed.erase(glimpsed);
+  }
   x.fences[thread] = {release_of(x, lane)};
   worker.busy.store(false, std::memory_order_relaxed);
 }

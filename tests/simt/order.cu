@@ -113,7 +113,8 @@ __global__ void look_by_warp(In x, Out y, Out words) {
     }
     float sum = 0;
     for (int64_t other = lane; other < block; other += 32) {
-      if (MISSING != ACQUIRE) while (load_acquire(word(words, other)) == 0) spin_hint();
+      if (MISSING != ACQUIRE)
+        while (load_acquire(word(words, other)) == 0) spin_hint();
       sum += y(other);  // fault: warp_no_acquire
     }
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -130,7 +131,8 @@ __device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned round) 
   if (threadIdx.x == 0) {
     if (MISSING != FENCE) __threadfence();
     atomicAdd(arrived, 1u);
-    if (MISSING != ACQUIRE) while (load_acquire(arrived) < round * gridDim.x) spin_hint();
+    if (MISSING != ACQUIRE)
+      while (load_acquire(arrived) < round * gridDim.x) spin_hint();
   }
   if (MISSING != AFTER) __syncthreads();  // and thread 0 has seen that all others have
 }
@@ -144,8 +146,8 @@ __global__ void carousel(In x, Out y, Out words) {
   unsigned round = 0;
   for (int step = 0; step < 5; ++step) {
     grid_barrier<MISSING>(word(words, 0), ++round);
-    y((step + 1) % 2 * size + own) = y(step % 2 * size + other) + 1;  // fault: round_no_fence, round_none_before
-  }                                                                     // of round_none_after and round_no_acquire, too
+    y((step + 1) % 2 * size + own) = y(step % 2 * size + other) + 1;  // fault: round
+  }
 }
 
 // One barrier a step is too few where the state is one: who is early overwrites what another block has not read.
@@ -172,7 +174,7 @@ __global__ void late(In x, Out y, Out words) {
     if (LATE) y(0) = x(0);  // fault: write_after_release
   } else {
     while (load_acquire(word(words, 0)) == 0) spin_hint();
-    y(1) = y(0);
+    y(blockIdx.x) = y(0);
   }
 }
 
@@ -185,7 +187,7 @@ __global__ void early(In x, Out y, Out words) {
   } else {
     const float value = y(0);  // fault: read_before_acquire
     while (load_acquire(word(words, 0)) == 0) spin_hint();
-    y(1) = value;
+    y(blockIdx.x) = value;
   }
 }
 
@@ -197,7 +199,8 @@ __global__ void handed_through(In x, Out y, Out words) {
     while (load_acquire(word(words, blockIdx.x)) == 0) spin_hint();
   }
   __syncthreads();
-  if (threadIdx.x == 33) store_release(word(words, blockIdx.x + 1), 1u);  // another thread than the one that has seen it
+  if (threadIdx.x == 33)
+    store_release(word(words, blockIdx.x + 1), 1u);  // another thread than the one that has seen it
   if (blockIdx.x > 0) y(blockIdx.x * N + threadIdx.x) = y(N - 1 - int(threadIdx.x));
 }
 
@@ -218,6 +221,18 @@ __global__ void never_written(In x, Out y, Out words) {
   y(blockIdx.x * N + threadIdx.x) = x(threadIdx.x);
   if (blockIdx.x % 2 == 0) return;
   while (load_acquire(word(words, 0)) == 0) spin_hint();  // fault: never_written
+}
+
+__global__ void plain_spin(In x, Out y, Out words) {
+  if (threadIdx.x != 0) return;
+  volatile unsigned* const flag = word(words, 0);
+  if (blockIdx.x == 0) {
+    while (*flag == 0) {  // fault: plain_spin
+    }
+  } else {
+    store_release(word(words, 0), 1u);
+  }
+  y(blockIdx.x) = x(0);
 }
 
 __global__ void all_need_all(In x, Out y, Out words) {
@@ -261,6 +276,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, InOut<1> word
   KERNEL("handed_through", handed_through);
   KERNEL("inside", inside);
   KERNEL("never_written", never_written);
+  KERNEL("plain_spin", plain_spin);
   KERNEL("all_need_all", all_need_all);
   throw std::invalid_argument("no kernel " + name);
 }
