@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 extern "C" {
@@ -579,6 +580,11 @@ Worker* take_worker(bool wait, bool spare) {
 }
 
 void return_worker(Worker* worker) {
+  if (worker->spare) {  // the next launch that needs it may be long in coming: its stacks' memory goes back
+    madvise(worker->slab, SLAB_SIZE, MADV_DONTNEED);
+    worker->free_stacks.clear();
+    worker->stacks_made = 0;
+  }
   std::lock_guard lock(pool_mutex);
   idle.push_back(worker);
   pool_changed.notify_one();
@@ -634,18 +640,26 @@ bool begin_another(Job& job) {
   if (!worker) return false;
   enlist(job, *worker);
   const uint64_t first = job.next.fetch_add(1, std::memory_order_relaxed);
-  job.threads.emplace_back([&job, worker, first] {
-    work(job, *worker, false, first);
+  try {
+    job.threads.emplace_back([&job, worker, first] {
+      work(job, *worker, false, first);
+      return_worker(worker);
+    });
+    return true;
+  } catch (const std::system_error&) {
+    job.workers.pop_back();
     return_worker(worker);
-  });
-  return true;
+    job.fault = "the system has no thread for another block of kernel " + std::string(job.launch.kernel);
+    job.end();
+    return false;
+  }
 }
 
 // Puts all cores to use. (The mutex is held.)
 void fill_cores(Job& job) {
   while (!job.stop && job.running() < worker_limit()) {
     const bool random = config.order == Order::random && !job.waiting.empty();
-    if ((!random || next_random(job.random) % 2) && begin_another(job)) continue;
+    if ((!random || next_random(job.random) % 4 == 0) && begin_another(job)) continue;
     if (job.waiting.empty()) return;
     const auto next = job.waiting.begin() + (random ? int64_t(next_random(job.random) % job.waiting.size()) : 0);
     (*next)->has_turn = true;

@@ -113,8 +113,6 @@ struct Job;
 
 struct Worker {
   Thread threads[MAX_THREADS + 1];
-  Looks looks[MAX_THREADS];
-  bool looked = false;  // the present block has
   Warp warps[MAX_WARPS];
   unsigned runnable_warps = 0, meeting_warps = 0, spinning_warps = 0;
   int thread_count = 0, warp_count = 0, alive = 0, at_barrier = 0;
@@ -162,6 +160,9 @@ struct Worker {
   uintptr_t crash_address = 0, crash_pc = 0, crash_sp = 0;
   std::string fault;
   uint64_t barriers = 0, warp_syncs = 0;
+
+  Looks looks[MAX_THREADS];
+  bool looked = false;  // the present block has
 
   std::vector<Copies> copies;  // of each thread; of no thread before a kernel makes the first one
   bool copies_used = false;    // by the present block

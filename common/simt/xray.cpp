@@ -137,6 +137,16 @@ struct XrayWorker {
   uint32_t clock[MAX_WARPS][32][32];  // clock[w][a][b]: up to when lane a knows what lane b did
   bool clocks_used = false;
 
+  struct Site {
+    uint32_t key = 0;
+    Target* target = nullptr;
+    Count* count = nullptr;
+  };
+  Site cache[1024];
+  std::map<std::tuple<uint32_t, Target::Kind, int>, Count> counts;
+  std::map<FaultName, FaultFacts> faults;
+  std::vector<TraceRow> trace;
+
   // What the present block knows of others, as numbers of releases.
   struct Acquired {
     uint64_t moment;
@@ -156,16 +166,6 @@ struct XrayWorker {
   std::unordered_map<uint64_t, Known> last_known;           // of a block, as `settled` has it
   std::unordered_map<int, std::vector<uint32_t>> glimpsed;  // by a thread's atomics since its last fence
   std::unordered_map<int, Fence> fences;                    // the last one of a thread
-
-  struct Site {
-    uint32_t key = 0;
-    Target* target = nullptr;
-    Count* count = nullptr;
-  };
-  Site cache[1024];
-  std::map<std::tuple<uint32_t, Target::Kind, int>, Count> counts;
-  std::map<FaultName, FaultFacts> faults;
-  std::vector<TraceRow> trace;
 };
 
 namespace {
@@ -759,8 +759,11 @@ void xray_barrier(Worker& worker) {
   std::vector<uint32_t> all;
   if (x.settled) all.push_back(x.settled);
   for (const auto& acquired : x.acquired) all.push_back(acquired.release);
-  std::lock_guard lock(history.mutex);
+  worker.busy.store(true, std::memory_order_relaxed);
+  history.mutex.lock();
   x.settled = history.put_together(std::move(all));
+  history.mutex.unlock();
+  worker.busy.store(false, std::memory_order_relaxed);
   x.acquired.clear();
 }
 
@@ -947,7 +950,8 @@ void xray_handed_on(const void* address, Handing what) {
       }
       [[fallthrough]];
     case Handing::atomic_load:
-      if (before) x.glimpsed[thread].push_back(before);
+      if (!before) break;
+      if (auto& seen = x.glimpsed[thread]; seen.empty() || seen.back() != before) seen.push_back(before);
   }
   history.mutex.unlock();
   worker.busy.store(false, std::memory_order_relaxed);
