@@ -23,17 +23,20 @@
 //   }
 //   __syncthreads();
 //
-// is a barrier of the grid. A block may wait for blocks that have begun, and must not wait for others: number the blocks
-// by an atomicAdd(&ticket, 1u) where one needs those before it, and launch no more than the device keeps at once where
-// all need all (on the CPU device simt::RESIDENT_BLOCKS).
+// is a barrier of the grid. A block may wait for blocks that have begun and must not count on others: take numbers by an
+// atomicAdd(&ticket, 1u) where a block needs those before it, and launch no more blocks than the device keeps at once
+// where all need all.
 //
-// The CPU device lets other blocks run where one waits: at spin_hint(), and where a thread looks at the same word twice
-// in a row. In the random schedule it does so at any of these functions, now and then. Blocks that wait for what never
-// comes end in an error. The x-ray keeps, for every release, what its thread knew to be done: all of its block before
-// the block's last barrier, its own accesses up to the release, those of its warp that a warp barrier made known, and
-// what earlier acquires had brought. An acquire gives that to its thread, __syncthreads to the block, __syncwarp to the
-// warp. What touches the same bytes in two blocks, one of them writing, and is not ordered that way is told as a race
-// between blocks; volatile accesses count as plain ones.
+// The CPU device keeps 64 at once (simt::RESIDENT_BLOCKS). It lets other blocks run where all threads of one wait: at
+// barriers, at spin_hint(), at a second look at the same word; in the random schedule also at any load_acquire and
+// store_release, now and then. Blocks that wait for what never comes end in an error that says so, no hang.
+//
+// The x-ray keeps for each release what was done before it: by its thread all up to it, by the threads of its block all
+// before their last common barrier, by lanes of its warp what a __syncwarp made known; and, by other blocks, what an
+// acquire had brought by then. An acquire gives that to its thread, the next __syncthreads to the block, the next
+// __syncwarp to the lanes. Two blocks that touch the same bytes, one of them writing, without being ordered that way are
+// told as a block race, unless both do it by atomics, load_acquire or store_release. Volatile accesses count as plain
+// ones. Not seen: that a plain store comes too early for blocks that have only looked by load_acquire before it.
 #pragma once
 
 #include <bit>

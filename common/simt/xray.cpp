@@ -273,8 +273,10 @@ void acquire(XrayWorker& x, int lane, uint32_t release) {
 [[gnu::noinline]] void note_reader(Target& target, Cell& cell, const Reader& reader) {
   std::vector<Reader>& all = target.readers[size_t(&cell - target.cells.data())];
   if (cell.read.block != MANY) all.assign(1, cell.read);
-  const auto last = std::find_if(all.rbegin(), all.rend(), [&](const Reader& r) { return r.block == reader.block; });
-  if (last == all.rend()) all.push_back(reader);
+  // Of blocks that run by turns an earlier read is among the last ones; if it is not, it is kept beside the new one.
+  const auto end = all.rbegin() + std::min<int64_t>(int64_t(all.size()), 2 * RESIDENT_BLOCKS);
+  const auto last = std::find_if(all.rbegin(), end, [&](const Reader& r) { return r.block == reader.block; });
+  if (last == end) all.push_back(reader);
   else if (epoch_of(last->moment) != epoch_of(reader.moment)) *last = reader;
   else if (last->moment == reader.moment && last->lanes) last->lanes |= reader.lanes;
   else if (warp_of(last->moment) == warp_of(reader.moment) && last->lanes) *last = reader;
@@ -314,7 +316,7 @@ inline bool in_flight(const Cell& cell, uint64_t block) {
 }
 int writer_of(const Cell& cell) { return warp_of(cell.write_moment) * 32 + cell.write_lane; }
 
-// Other blocks have read what this one writes. What comes after the write is ordered after them if it is after the write.
+// Other blocks have read what this one writes. They need no longer be known: who comes after the write comes after them.
 [[gnu::noinline]] void check_readers(XrayWorker& x, Target& target, Cell& cell, uint32_t key, int lane,
                                      uintptr_t address) {
   const auto check = [&](const Reader& reader) {
@@ -468,7 +470,8 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
     }
     return;
   }
-  if (is_ordered(op)) return;                            // was looked at when it was done: follow_word
+  // What orders blocks was checked when it was done. (follow_word)
+  if (is_ordered(op)) return;
   const bool contended = target.kind == Target::tensor;  // several workers share a tensor's shadow
   if (contended) {
     while (target.lock.test_and_set(std::memory_order_acquire)) {
