@@ -208,3 +208,20 @@ def test_kernels_are_added_to_their_record(monkeypatch):
 def test_without_a_gpu(tmp_path, capsys):
     assert measure.main(["--out", str(tmp_path)]) == 1
     assert "finds no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_what_was_measured_before_stays_if_the_machine_is_the_same(tmp_path, capsys, monkeypatch):
+    def stages_in_file():
+        return list(dict.fromkeys(r["stage"] for r in json.loads((tmp_path / "bench.json").read_text())["records"]))
+
+    for stage in ("12", "00", "12"):
+        assert measure.main(["--out", str(tmp_path), "--stages", stage, "--skip", "nsight"]) == 0
+    assert stages_in_file() == ["00_axpy", "12_matmul_shared"]
+    assert len({json.dumps(r) for r in json.loads((tmp_path / "bench.json").read_text())["records"]}) == len(
+        json.loads((tmp_path / "bench.json").read_text())["records"]
+    )
+    monkeypatch.setattr(nsight, "machine", lambda: {"card": "Another Card"})
+    assert measure.main(["--out", str(tmp_path), "--stages", "10", "--skip", "nsight"]) == 0
+    assert stages_in_file() == ["10_matmul_naive"]
+    assert "left out what was measured with another card" in capsys.readouterr().err

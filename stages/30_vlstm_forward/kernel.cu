@@ -23,6 +23,7 @@
 #include "common/gates.h"
 #include "common/launch.h"
 #include "common/numeric.h"
+#include "common/register_tile.h"
 #include "common/view.h"
 
 enum Gate { EXP, SIGMOID, BARE };  // exp(i); sigmoid(i); sigmoid(i) and no normaliser
@@ -32,82 +33,18 @@ constexpr int TILE = 64;  // rows of Q in a block, and keys in a step: a square 
 // m before the first key: below any D that counts, and finite, so that D = -infinity has no weight beside it.
 constexpr float LOWEST = -1e30f;
 
-// How a block of T shares out its work. Shared memory holds what sums are made of, already in the sums' type.
-template <typename T, int CHUNK_>
-struct Plan {
+// How a block of T shares out its work: the tiles and the products of stage 22, and what the gates need.
+template <typename T, int CHUNK>
+struct Plan : RegisterTile<T, TILE, CHUNK> {
   using Sum = Accumulator<T>;
-  static constexpr int CHUNK = CHUNK_;                   // columns of H in a block
-  static constexpr int EACH = sizeof(Sum) == 8 ? 4 : 8;  // rows of a thread, and columns of H
-  static constexpr int SIDE_X = CHUNK / EACH;            // threads across
-  static constexpr int SIDE_Y = TILE / EACH;             // threads down
-  static constexpr int THREADS = SIDE_X * SIDE_Y;
-  static constexpr int DEPTH = 64 / sizeof(Sum);   // of the pieces in which Dk and keys pass
-  static constexpr int LANES = 128 / sizeof(Sum);  // that one wavefront can serve
   static constexpr int RESIDENT = sizeof(Sum) == 8 ? 2 : CHUNK == 64 ? 4 : 3;  // blocks that registers have to hold
-
-  // A tile is [along the sum][rows], but it is written by lanes that mostly run along the sum: a row of the tile apart,
-  // all in one bank. The padding moves each by the number of banks that the lanes along the rows take up.
-  static constexpr int PIECE_PAD = LANES / DEPTH;
-  static constexpr int SQUARE_PAD = LANES / SIDE_X;
-  using Piece = Sum[DEPTH][TILE + PIECE_PAD];   // of Q or K
-  using Square = Sum[TILE][TILE + SQUARE_PAD];  // of S, [key][row]
-  using Values = Sum[DEPTH][CHUNK];             // of V, [key][column]
-  using Line = Sum[TILE];                       // a word for each row or key
+  using Line = Sum[TILE];                                                      // a word for each row or key
 
   // The least normaliser: 0 would make 0 / 0 of a row of zeros.
   static constexpr Sum LEAST = sizeof(Sum) == 8 ? 1e-300 : 1e-37;
-  static_assert(LANES % DEPTH == 0 && LANES % SIDE_X == 0, "a wavefront has to serve all lanes along a sum");
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// DEPTH columns of TILE rows of x, turned: neighbouring lanes read along a row. Past an edge stands a zero.
-template <typename P, typename T>
-__device__ __forceinline__ void load_rows(View<const T, 2> x, int64_t row0, int64_t col0, typename P::Piece& piece) {
-  constexpr int STEP = P::THREADS / P::DEPTH;  // rows at a time
-  const int k = threadIdx.x % P::DEPTH, r0 = threadIdx.x / P::DEPTH;
-  const bool inside = col0 + k < x.size[1];
-  const int rows = int(min(int64_t(TILE), x.size[0] - row0));
-  const T* word = &x(row0 + r0, col0 + k);
-  UNROLL
-  for (int i = 0; i < TILE / STEP; ++i, word += STEP * x.stride[0]) {
-    piece[k][r0 + STEP * i] = inside && r0 + STEP * i < rows ? typename P::Sum(*word) : 0;
-  }
-}
-
-// DEPTH rows of CHUNK columns of x, as they lie.
-template <typename P, typename T>
-__device__ __forceinline__ void load_values(View<const T, 2> x, int64_t row0, int64_t col0, typename P::Values& piece) {
-  constexpr int STEP = P::THREADS / P::CHUNK;
-  const int c = threadIdx.x % P::CHUNK, k0 = threadIdx.x / P::CHUNK;
-  const bool inside = col0 + c < x.size[1];
-  const int rows = int(min(int64_t(P::DEPTH), x.size[0] - row0));
-  const T* word = &x(row0 + k0, col0 + c);
-  UNROLL
-  for (int i = 0; i < P::DEPTH / STEP; ++i, word += STEP * x.stride[0]) {
-    piece[k0 + STEP * i][c] = inside && k0 + STEP * i < rows ? typename P::Sum(*word) : 0;
-  }
-}
-
-// sum[i][j] += a[k][y + SIDE_Y i] b[k][x + SIDE_X j] for k < depth: EACH + J reads, one wavefront each, for EACH J
-// terms.
-template <typename P, int J, typename Sum, int A, int B>
-__device__ __forceinline__ void multiply(Sum (&sum)[P::EACH][J], const Sum (*a)[A], const Sum (*b)[B], int depth) {
-  const int x = threadIdx.x % P::SIDE_X, y = threadIdx.x / P::SIDE_X;
-#pragma unroll 1  // two at a time would need registers that the sums have
-  for (int k = 0; k < depth; ++k) {
-    Sum a_part[P::EACH], b_part[J];
-    UNROLL
-    for (int i = 0; i < P::EACH; ++i) a_part[i] = a[k][y + P::SIDE_Y * i];
-    UNROLL
-    for (int j = 0; j < J; ++j) b_part[j] = b[k][x + P::SIDE_X * j];
-    UNROLL
-    for (int i = 0; i < P::EACH; ++i) {
-      UNROLL
-      for (int j = 0; j < J; ++j) sum[i][j] += a_part[i] * b_part[j];
-    }
-  }
-}
-
 // The logarithm of a gate, exp(x) or sigmoid(x); 0 past the end.
 template <typename Sum, typename T>
 __device__ __forceinline__ Sum log_gate(View<const T, 3> x, int64_t batch, int64_t head, int64_t at, bool exponential) {
@@ -141,14 +78,17 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
   const int own = threadIdx.x;  // the row whose sums this thread keeps, if it is one of the tile
 
   // Everything is counted along one grid dimension: y and z of a grid end at 65535, batch x heads and T need not.
-  const int64_t chunks = ceil_div(h.size[3], CHUNK), tiles = ceil_div(seq, TILE);
-  const int64_t col0 = blockIdx.x % chunks * CHUNK;
-  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * TILE;  // the longest walks start first
-  const int64_t batch = blockIdx.x / chunks / tiles / heads, head = blockIdx.x / chunks / tiles % heads;
+  const int chunks = int(ceil_div(h.size[3], CHUNK)), tiles = int(ceil_div(seq, TILE));
+  const int chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % tiles;
+  const int64_t col0 = int64_t(chunk) * CHUNK;
+  const int64_t row0 = int64_t(tiles - 1 - turn) * TILE;  // the longest walks start first
+  const int batch = blockIdx.x / chunks / tiles / int(heads), head = blockIdx.x / chunks / tiles % int(heads);
   const View<const T, 2> q_head = matrix(q, batch, head);
   const View<const T, 2> k_head = matrix(k, batch, head);
   const View<const T, 2> v_head = matrix(v, batch, head);
 
+  // A step sums up on its own, and what it has is added to the sums of the walk. Each addition to a float that grows
+  // rounds: TILE times, and then T / TILE times, instead of T times.
   Sum out[P::EACH][P::EACH] = {};
   Sum m = gate == EXP ? Sum(LOWEST) : 0, l = 0;  // of the own row; a sigmoid's D is never above 0
 
@@ -188,12 +128,12 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
       top[own] = m = highest;
     }
 
-    Sum s[P::EACH][KEYS] = {};
+    Sum s[P::EACH][P::EACH] = {};  // of the step: first of S, then of H
     for (int64_t k0 = 0; k0 < inner; k0 += P::DEPTH) {
       load_rows<P>(q_head, row0, k0, q_piece);
       load_rows<P>(k_head, key0, k0, k_piece);
       __syncthreads();  // both pieces, and before the first ones D, are whole before anyone reads them
-      multiply<P>(s, q_piece, k_piece, P::DEPTH);
+      multiply<P, KEYS>(s, q_piece, k_piece, P::DEPTH);
       __syncthreads();  // everyone has read before the next pieces overwrite
     }
     UNROLL
@@ -208,6 +148,8 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
         const Sum d = place, weight = scale * s[a][b] * std::exp(d - highest);
         place = d == Sum(-INFINITY) ? 0 : weight;  // 0 also where s is infinite or NaN
       }
+      UNROLL
+      for (int c = 0; c < P::EACH; ++c) s[a][c] = 0;
     }
 
     // Only the keys that there are: past them S would be 0 times what q has, and that may be infinite.
@@ -215,11 +157,18 @@ __global__ void __launch_bounds__(Plan<T, CHUNK>::THREADS, Plan<T, CHUNK>::RESID
     for (int j0 = 0; j0 < keys; j0 += P::DEPTH) {
       load_values<P>(v_head, key0 + j0, col0, v_piece);
       __syncthreads();  // the piece, and before the first one the tile of S, is whole
-      multiply<P>(out, s_tile + j0, v_piece, min(P::DEPTH, keys - j0));
+      multiply<P, P::EACH>(s, s_tile + j0, v_piece, min(P::DEPTH, keys - j0));
       __syncthreads();  // everyone has read before the next piece, or the next tile of D, overwrites
     }
+    UNROLL
+    for (int a = 0; a < P::EACH; ++a) {
+      UNROLL
+      for (int c = 0; c < P::EACH; ++c) out[a][c] += s[a][c];
+    }
     if (own < TILE) {
-      for (int key = 0; key < TILE; ++key) l += s_tile[key][own];  // until this thread overwrites it
+      Sum sum = 0;
+      for (int key = 0; key < TILE; ++key) sum += s_tile[key][own];  // until this thread overwrites it
+      l += sum;
     }
   }
 

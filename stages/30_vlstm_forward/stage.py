@@ -45,7 +45,7 @@ stage = Stage(
     lesson="gates, running maximum and normaliser, all in one pass",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
-    registers=255,  # eight warps on a multiprocessor: 64 sums for H and up to 64 for S
+    registers=255,  # eight warps on a multiprocessor: 64 sums of the walk and 64 of a step
     options=(
         {},
         {"eps": 0.01},

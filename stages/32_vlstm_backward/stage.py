@@ -109,7 +109,7 @@ stage = Stage(
     lesson="the gradients by the forward's kernel, gates from sums of rows",
     cost=cost,
     aligned=(1, 1, TILE, 16, TILE),
-    registers=255,  # eight warps on a multiprocessor: 64 sums for the result and up to 64 for S
+    registers=255,  # eight warps on a multiprocessor: 64 sums of the walk and 64 of a step
     options=(
         {},
         {"normalizer_gradient": False},

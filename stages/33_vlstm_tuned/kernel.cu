@@ -52,30 +52,38 @@ struct Plan {
   static constexpr int ACROSS = COLS / (4 * EACH);       // warps side by side
   static constexpr int DOWN = WARPS / ACROSS;            // and below each other
   static constexpr int ROWS = DOWN * TILE;
-  static constexpr int KEYS = TILE / (4 * ACROSS);    // of a thread in a step
-  static constexpr int WIDE = 16 / int(sizeof(Sum));  // terms of a sum that a thread reads at once
-  static constexpr int DEPTH = 128 / int(sizeof(T));  // of the pieces in which rows of X and Y pass
-  static constexpr int GROUP = 16 / int(sizeof(T));   // elements of a copy
-  static constexpr int HALF = TILE / 2;               // keys in a piece of Z
-  static constexpr int RESIDENT = 2;                  // blocks that registers have to hold
+  static constexpr int KEYS = TILE / (4 * ACROSS);                   // of a thread in a step
+  static constexpr int WIDE = 16 / int(sizeof(Sum));                 // rows, or columns, that a thread reads at once
+  static constexpr int TERMS = WIDE < 16 / KEYS ? WIDE : 16 / KEYS;  // and terms of a sum: they stay in 16 registers
+  static constexpr int DEPTH = 128 / int(sizeof(Sum));               // of the pieces in which X and Y come
+  static constexpr int GROUP = 16 / int(sizeof(T));                  // elements of a copy
+  static constexpr int HALF = TILE / 2;                              // keys in a piece of Z
+  static constexpr int RESIDENT = 2;                                 // blocks on a multiprocessor
 
-  // Rows 16 bytes more than a multiple of all banks apart: eight neighbours in a column are in different banks.
-  static constexpr int PITCH = DEPTH + GROUP, WEIGHTS_PITCH = TILE + WIDE;
+  // Rows of Y are 16 bytes more than all banks apart: neighbours in a column are in different banks. Columns of X are
+  // 16 bytes more, too, for the copies, which write down columns. Two keys' weights are half of all banks apart.
+  static constexpr int PITCH = DEPTH + GROUP, X_PITCH = ROWS + WIDE, WEIGHTS_PITCH = ROWS + 4 * WIDE;
 
   union Piece {
-    struct {
-      T x[ROWS][PITCH], y[TILE][PITCH];
-    } factors;
+    T y[TILE][PITCH];
     T values[HALF][COLS];
   };
   struct Shared {
     Piece pieces[2];
-    Sum weights[ROWS][WEIGHTS_PITCH];
+    Sum weights[TILE][WEIGHTS_PITCH];  // [key][row]
+    Sum factors[TILE][TILE + 1];       // on the diagonal, [query][key]
     Sum row_factor[ROWS], row_bias[ROWS], key_factor[DOWN][TILE], key_bias[TILE];
     Sum log_f[TILE], input[TILE], level[TILE];  // on the diagonal
     Sum own_weight[ROWS];                       // of each row's own position, kept out of its sums
     Sum sums[2][ACROSS][ROWS];
   };
+  using Turned = Sum[DEPTH][X_PITCH];  // a piece of X, [column][row]
+
+  // X stays as long as it has no more than 32 KB. If it has more, two pieces of it are there at a time.
+  static constexpr int SLOTS = 32 * 1024 / int(sizeof(Sum[DEPTH][ROWS]));
+  static constexpr bool stays(int pieces) { return pieces <= SLOTS; }
+  static_assert(RESIDENT * (sizeof(Shared) + SLOTS * sizeof(Turned) + 1024) <= 228 * 1024,
+                "an H100's multiprocessor has 228 KB, and takes 1 more for each block");
 };
 
 // What the gates bring to D = own[t] + (gates of the tiles between) + after[j]: for each position, [batch, heads, seq],
@@ -110,55 +118,93 @@ __device__ __forceinline__ void start_copy(View<const T, 2> from, int64_t row0, 
     const T* word = &from(row0 + row, col0 + col);
 #pragma unroll 1
     for (int r = 0; r < ROWS; r += STEP, word += STEP * from.stride[0]) {
+      const bool inside = r < end - row;
       if constexpr (sizeof(T) >= 4) {
-        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, r < end - row);
+        async_copy<sizeof(T)>(piece + (row + r) * PITCH + col, word, inside);
       } else {  // cp.async takes no less than 4 bytes
-        const T value = r < end - row ? *word : T(0);
+        const T value = inside ? *word : T(0);
         piece[(row + r) * PITCH + col] = value;
       }
     }
   }
 }
 
-// s[i][j] += sum of x[8 i][k] y[4 j][k] over a piece.
-template <typename P, typename T, typename Sum>
-__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::EACH], const T* x, const T* y) {
-#pragma unroll 2
-  for (int k = 0; k < P::DEPTH; k += P::WIDE) {
-    Vector<T, P::WIDE> x_part[P::EACH];
+// Starts the copy of a piece of X, which lies down turned. A warp takes eight columns of four rows: it asks for whole
+// sectors, and writes to every bank once.
+template <typename P, typename T>
+__device__ __forceinline__ void start_turned_copy(View<const T, 2> from, int64_t row0, int64_t col0,
+                                                  typename P::Turned& piece) {
+  using Sum = typename P::Sum;
+  constexpr int SIDE = 8, STEP = THREADS / SIDE;
+  const int rows = int(min(int64_t(P::ROWS), from.size[0] - row0));
+  const int cols = int(min(int64_t(P::DEPTH), from.size[1] - col0));
+  const int row = threadIdx.x / SIDE;
+#pragma unroll 1
+  for (int col = threadIdx.x % SIDE; col < P::DEPTH; col += SIDE) {
+    const int end = col < cols ? rows : 0;
+    const T* word = &from(row0 + row, col0 + col);
 #pragma unroll
-    for (int i = 0; i < P::EACH; ++i) x_part[i] = load_vector<P::WIDE>(x + 8 * i * P::PITCH + k);
-#pragma unroll
-    for (int j = 0; j < P::KEYS; ++j) {
-      const Vector<T, P::WIDE> y_part = load_vector<P::WIDE>(y + 4 * j * P::PITCH + k);
-#pragma unroll
-      for (int e = 0; e < P::WIDE; ++e) {
-#pragma unroll
-        for (int i = 0; i < P::EACH; ++i) s[i][j] += Sum(x_part[i][e]) * Sum(y_part[e]);
+    for (int r = 0; r < P::ROWS; r += STEP, word += STEP * from.stride[0]) {
+      const bool inside = r < end - row;
+      if constexpr (sizeof(T) >= 4) {
+        async_copy<sizeof(T)>(&piece[col][row + r], word, inside);
+      } else {  // cp.async takes no less than 4 bytes, and converts nothing
+        const T value = inside ? *word : T(0);
+        piece[col][row + r] = Sum(value);
       }
     }
   }
 }
 
-// out[i][j] += sum of weights[8 i][k] values[k][column j] over half the keys of a step.
+// In both products a thread reads the rows' factors WIDE rows at a time, for one term of their sums. The registers of a
+// vector follow each other, and a register is in the even or the odd bank of the register file; an instruction that
+// takes its three operands from one of them takes two cycles. Had it four terms of a row and four of a column, both
+// factors of each product would be in the same bank.
+
+// s[i][j] += sum of x[k][row i] y[4 j][k] over a piece.
 template <typename P, typename T, typename Sum>
-__device__ __forceinline__ void multiply_values(Sum (&out)[P::EACH][P::EACH], const Sum* weights, const T* values) {
-#pragma unroll 2
-  for (int k = 0; k < P::HALF; k += P::WIDE) {
-    Vector<Sum, P::WIDE> part[P::EACH];
+__device__ __forceinline__ void multiply_factors(Sum (&s)[P::EACH][P::EACH], const Sum* x, const T* y) {
+#pragma unroll 1
+  for (int k = 0; k < P::DEPTH; k += P::TERMS) {
+    Vector<T, P::TERMS> y_part[P::KEYS];
 #pragma unroll
-    for (int i = 0; i < P::EACH; ++i) part[i] = load_vector<P::WIDE>(weights + 8 * i * P::WEIGHTS_PITCH + k);
+    for (int j = 0; j < P::KEYS; ++j) y_part[j] = load_vector<P::TERMS>(y + 4 * j * P::PITCH + k);
 #pragma unroll
-    for (int e = 0; e < P::WIDE; ++e) {
+    for (int e = 0; e < P::TERMS; ++e) {
+      Vector<Sum, P::WIDE> x_part[P::EACH / P::WIDE];
 #pragma unroll
-      for (int j = 0; j < P::EACH; j += P::WIDE) {
-        const Vector<T, P::WIDE> value = load_vector<P::WIDE>(values + (k + e) * P::COLS + 4 * j);
+      for (int i = 0; i < P::EACH / P::WIDE; ++i) {
+        x_part[i] = load_vector<P::WIDE>(x + (k + e) * P::X_PITCH + 8 * P::WIDE * i);
+      }
 #pragma unroll
-        for (int i = 0; i < P::EACH; ++i) {
+      for (int j = 0; j < P::KEYS; ++j) {
 #pragma unroll
-          for (int c = 0; c < P::WIDE; ++c) out[i][j + c] += part[i][e] * Sum(value[c]);
+        for (int n = 0; n < P::EACH; ++n) {
+          const int i = j % 2 ? P::EACH - 1 - n : n;  // there and back: from each product to the next one factor stays
+          s[i][j] += x_part[i / P::WIDE][i % P::WIDE] * Sum(y_part[j][e]);
         }
       }
+    }
+  }
+}
+
+// out[i][j] += sum of weights[k][row i] values[k][column j] over half the keys of a step.
+template <typename P, typename T, typename Sum>
+__device__ __forceinline__ void multiply_values(Sum (&out)[P::EACH][P::EACH], const Sum* weights, const T* values) {
+#pragma unroll 4
+  for (int k = 0; k < P::HALF; ++k) {
+    Vector<Sum, P::WIDE> part[P::EACH / P::WIDE];
+    Vector<T, P::WIDE> value[P::EACH / P::WIDE];
+#pragma unroll
+    for (int i = 0; i < P::EACH / P::WIDE; ++i) {
+      part[i] = load_vector<P::WIDE>(weights + k * P::WEIGHTS_PITCH + 8 * P::WIDE * i);
+      value[i] = load_vector<P::WIDE>(values + k * P::COLS + 4 * P::WIDE * i);
+    }
+#pragma unroll
+    for (int c = 0; c < P::EACH; ++c) {
+      const Sum factor = Sum(value[c / P::WIDE][c % P::WIDE]);
+#pragma unroll
+      for (int i = 0; i < P::EACH; ++i) out[i][c] += part[i / P::WIDE][i % P::WIDE] * factor;
     }
   }
 }
@@ -190,19 +236,26 @@ __device__ __forceinline__ void gates_of(View<const T, 3> i, View<const T, 3> f,
   }
 }
 
-// s exp(D - M) for a key of such a tile and each query from it on, D as a sum of the gates between. For either walk in
-// the same order, so that a weight of dQ is, bit for bit, that of dK: df is made of a small difference of their sums.
+// s exp(D - M) for each key of such a tile and each query from it on, D as a sum of the gates between. For either walk
+// in the same order, so that a weight of dQ is, bit for bit, that of dK: df is made of a small difference of their sums.
 template <typename P, typename Sum>
-__device__ __forceinline__ void add_up(bool up, Sum scale, typename P::Shared& shared, int row0) {
-  const int key = threadIdx.x % P::TILE;
+__device__ __forceinline__ void add_up(Sum scale, typename P::Shared& shared) {
+  constexpr int EACH = P::TILE * P::TILE / THREADS;  // queries of a thread
+  const int key = threadIdx.x % P::TILE, first = threadIdx.x / P::TILE * EACH;
   const Sum input = shared.input[key];
   Sum sum = 0;
 #pragma unroll 8
-  for (int query = 0; query < P::TILE; ++query) {
+  for (int query = 0; query < first; ++query) {
     const Sum step = shared.log_f[query];
     sum += query > key ? step : 0;
-    const Sum factor = scale * std::exp(sum + (input - shared.level[query])), weight = query < key ? 0 : factor;
-    shared.weights[row0 + (up ? key : query)][up ? query : key] = weight;
+  }
+#pragma unroll 8
+  for (int query = first; query < first + EACH; ++query) {
+    const Sum step = shared.log_f[query];
+    sum += query > key ? step : 0;
+    const Sum factor = scale * std::exp(sum + (input - shared.level[query]));
+    const Sum weight = query < key ? 0 : factor;
+    shared.factors[query][key] = weight;
   }
 }
 
@@ -234,23 +287,31 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   // columns: then 16 bytes for each lane take two wavefronts instead of four.
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int lane_x = (lane & 1) | (lane >> 3 & 2), lane_y = lane >> 1 & 7;
-  const int my_row = warp / P::ACROSS * P::TILE + lane_y;                  // the first of this thread's rows
+  const int my_row = warp / P::ACROSS * P::TILE + lane_y * P::WIDE;        // the first of this thread's rows
   const int my_key = warp % P::ACROSS * (4 * P::KEYS) + lane_x;            // its first key
   const int my_col = warp % P::ACROSS * (4 * P::EACH) + lane_x * P::WIDE;  // its first column
+  const auto row_of = [&](int a) { return my_row + 8 * P::WIDE * (a / P::WIDE) + a % P::WIDE; };
 
-  // Everything is counted along one grid dimension: y and z of a grid end at 65535, batch x heads and T need not.
+  // Blocks start in their order. The longest walks of all heads come first, the shortest last: so none is left with a
+  // long one when the others are done. (All is counted along x: y and z of a grid end at 65535, heads and T need not.)
   const int chunks = int(max(ceil_div(out.size[3], COLS), int64_t(1)));
   const int tiles = int(ceil_div(seq, P::TILE)), blocks = int(ceil_div(tiles, P::DOWN));
-  const int chunk = blockIdx.x % chunks, turn = blockIdx.x / chunks % blocks, index = blockIdx.x / chunks / blocks;
-  const int tile0 = (up ? turn : blocks - 1 - turn) * P::DOWN;  // the longest walks start first
+  const int of_all = int(x.size[0] * heads);
+  const int chunk = blockIdx.x % chunks, index = blockIdx.x / chunks % of_all, turn = blockIdx.x / chunks / of_all;
+  const int tile0 = (up ? turn : blocks - 1 - turn) * P::DOWN;
   const int64_t row0 = int64_t(tile0) * P::TILE, col0 = int64_t(chunk) * COLS;
   const int batch = index / int(heads), head = index % int(heads);
   const View<const T, 2> x_head = matrix(x, batch, head), y_head = matrix(y, batch, head);
   const View<const T, 2> z_head = matrix(z, batch, head);
 
-  const auto start_factors = [&](int tile, int64_t k0, typename P::Piece& to) {
-    start_copy<P::ROWS, P::DEPTH, P::PITCH>(x_head, row0, k0, &to.factors.x[0][0], groups);
-    start_copy<P::TILE, P::DEPTH, P::PITCH>(y_head, int64_t(tile) * P::TILE, k0, &to.factors.y[0][0], groups);
+  const int pieces = int(max(ceil_div(inner, P::DEPTH), int64_t(1)));
+  const bool stays = P::stays(pieces);
+  auto* const turned = reinterpret_cast<typename P::Turned*>(shared + 1);
+  const auto slot = [&](int piece) -> typename P::Turned& { return turned[stays ? piece : piece % 2]; };
+  const auto start_factors = [&](int tile, int piece, typename P::Piece& to, bool with_x) {
+    const int64_t key0 = int64_t(tile) * P::TILE, k0 = int64_t(piece) * P::DEPTH;
+    if (with_x) start_turned_copy<P>(x_head, row0, k0, slot(piece));
+    start_copy<P::TILE, P::DEPTH, P::PITCH>(y_head, key0, k0, &to.y[0][0], groups);
     async_commit();
   };
   const auto start_values = [&](int64_t key0, typename P::Piece& to) {
@@ -289,8 +350,7 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     if (thread < P::TILE) shared->key_bias[thread] = role == KEYS ? other.bias : 0;
   };
   const int first = up ? tile0 : min(tile0 + P::DOWN, tiles) - 1, steps = up ? tiles - tile0 : first + 1;
-  const int pieces = int(max(ceil_div(inner, P::DEPTH), int64_t(1)));
-  start_factors(first, 0, shared->pieces[0]);
+  start_factors(first, 0, shared->pieces[0], true);
   lay_down(first, fetch(row_tile, row), fetch(first, int64_t(first) * P::TILE + thread % P::TILE));
   if (thread < P::ROWS) shared->row_bias[thread] = role == QUERIES && owns_row ? lines.bias(batch, head, row) : 0;
 
@@ -305,66 +365,66 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
     for (int piece = 0; piece < pieces; ++piece, now ^= 1) {
       async_wait<0>();
       __syncthreads();  // the piece is whole, and nobody reads the other buffer any more
-      if (piece + 1 < pieces) start_factors(tile, int64_t(piece + 1) * P::DEPTH, shared->pieces[now ^ 1]);
+      if (piece + 1 < pieces) start_factors(tile, piece + 1, shared->pieces[now ^ 1], n == 0 || !stays);
       else start_values(int64_t(tile) * P::TILE, shared->pieces[now ^ 1]);
       if (piece == 0) {
+        if (diagonal) add_up<P>(scale, *shared);
         Sum key_bias[P::KEYS];
         UNROLL
         for (int b = 0; b < P::KEYS; ++b) key_bias[b] = shared->key_bias[my_key + 4 * b];
         UNROLL
         for (int a = 0; a < P::EACH; ++a) {
-          const Sum row_bias = shared->row_bias[my_row + 8 * a];
+          const Sum row_bias = shared->row_bias[row_of(a)];
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) s[a][b] = row_bias + key_bias[b];
         }
       }
-      const auto& part = shared->pieces[now].factors;
-      if (seen) multiply_factors<P>(s, &part.x[my_row][0], &part.y[my_key][0]);
+      if (seen) multiply_factors<P>(s, &slot(piece)[0][my_row], &shared->pieces[now].y[my_key][0]);
     }
 
-    if (diagonal) {
-      if (row_tile == tile && thread < P::ROWS) add_up<P>(up, scale, *shared, (tile - tile0) * P::TILE);
-      __syncthreads();  // all factors are there
-    }
+    if (diagonal) __syncthreads();  // all factors are there
     if (seen) {
-      if (tile == warp_tile) {
+      const auto weigh = [&](auto factor_of) {
         UNROLL
-        for (int a = 0; a < P::EACH; ++a) {
+        for (int a = 0; a < P::EACH; a += P::WIDE) {
+          Sum part[P::WIDE] = {};
           UNROLL
           for (int b = 0; b < P::KEYS; ++b) {
-            const Sum factor = shared->weights[my_row + 8 * a][my_key + 4 * b];
-            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
+            Vector<Sum, P::WIDE> weights;
+            UNROLL
+            for (int e = 0; e < P::WIDE; ++e) {
+              const Sum factor = factor_of(a + e, b), weight = s[a + e][b] * factor;
+              weights[e] = factor == 0 ? 0 : weight;  // 0 also for NaN
+              part[e] += weights[e];
+            }
+            store_vector(&shared->weights[my_key + 4 * b][row_of(a)], weights);
+          }
+          if (role == OUTPUT) {
+            UNROLL
+            for (int e = 0; e < P::WIDE; ++e) total[a + e] += part[e];
           }
         }
+      };
+      if (tile == warp_tile) {
+        weigh([&](int a, int b) {
+          const int r = row_of(a) % P::TILE, k = my_key + 4 * b;
+          return up ? shared->factors[k][r] : shared->factors[r][k];
+        });
       } else {
-        Sum key_factor[P::KEYS];
+        Sum row_factor[P::EACH], key_factor[P::KEYS];
+        UNROLL
+        for (int a = 0; a < P::EACH; ++a) row_factor[a] = shared->row_factor[row_of(a)];
         UNROLL
         for (int b = 0; b < P::KEYS; ++b) key_factor[b] = shared->key_factor[warp / P::ACROSS][my_key + 4 * b];
-        UNROLL
-        for (int a = 0; a < P::EACH; ++a) {
-          const Sum row_factor = shared->row_factor[my_row + 8 * a];
-          UNROLL
-          for (int b = 0; b < P::KEYS; ++b) {
-            const Sum factor = row_factor * key_factor[b];
-            s[a][b] = factor == 0 ? 0 : s[a][b] * factor;  // 0 also for NaN
-          }
-        }
-      }
-      UNROLL
-      for (int a = 0; a < P::EACH; ++a) {
-        UNROLL
-        for (int b = 0; b < P::KEYS; ++b) {
-          total[a] += s[a][b];
-          shared->weights[my_row + 8 * a][my_key + 4 * b] = s[a][b];
-        }
+        weigh([&](int a, int b) { return row_factor[a] * key_factor[b]; });
       }
       if (dots && tile == warp_tile) {  // those of the row's own position go elsewhere
         UNROLL
         for (int a = 0; a < P::EACH; ++a) {
-          const int r = my_row + 8 * a, k = lane_y + 8 * a;
+          const int r = row_of(a), k = r % P::TILE;
           if (k % 4 == lane_x && k / (4 * P::KEYS) == warp % P::ACROSS) {
-            shared->own_weight[r] = shared->weights[r][k];
-            shared->weights[r][k] = 0;
+            shared->own_weight[r] = shared->weights[k][r];
+            shared->weights[k][r] = 0;
           }
         }
       }
@@ -380,12 +440,12 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       __syncthreads();  // the piece, and before the first one the weights, are whole; the other buffer is free
       const bool more = half == 0 && n + 1 < steps;
       if (half == 0) start_values(int64_t(tile) * P::TILE + P::HALF, shared->pieces[now ^ 1]);
-      else if (n + 1 < steps) start_factors(next, 0, shared->pieces[now ^ 1]);
+      else if (n + 1 < steps) start_factors(next, 0, shared->pieces[now ^ 1], !stays);
       const Side mine = more ? fetch(row_tile, row) : Side{},
                  other = more ? fetch(next, int64_t(next) * P::TILE + thread % P::TILE)
                               : Side{};  // on its way while the values are multiplied
       const auto& part = shared->pieces[now].values;
-      if (seen) multiply_values<P>(s, &shared->weights[my_row][half * P::HALF], &part[0][my_col]);
+      if (seen) multiply_values<P>(s, &shared->weights[half * P::HALF][my_row], &part[0][my_col]);
       if (more) lay_down(next, mine, other);
     }
     if (seen) {
@@ -403,8 +463,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
   if (dots) {
     UNROLL
     for (int a = 0; a < P::EACH; ++a) {
-      const int64_t at = row0 + my_row + 8 * a;
-      const Sum weight = at < seq ? shared->own_weight[my_row + 8 * a] : 0;
+      const int64_t at = row0 + row_of(a);
+      const Sum weight = at < seq ? shared->own_weight[row_of(a)] : 0;
       total[a] = 0;
       UNROLL
       for (int c = 0; c < P::EACH; ++c) {
@@ -423,8 +483,8 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
       total[a] += __shfl_xor_sync(~0u, total[a], flip), own_total[a] += __shfl_xor_sync(~0u, own_total[a], flip);
     }
     if (lane_x == 0) {
-      shared->sums[0][warp % P::ACROSS][my_row + 8 * a] = total[a];
-      shared->sums[1][warp % P::ACROSS][my_row + 8 * a] = own_total[a];
+      shared->sums[0][warp % P::ACROSS][row_of(a)] = total[a];
+      shared->sums[1][warp % P::ACROSS][row_of(a)] = own_total[a];
     }
   }
   __syncthreads();  // the sums of all warps are there
@@ -452,9 +512,9 @@ __global__ void __launch_bounds__(THREADS, Plan<T, COLS>::RESIDENT)
 
   UNROLL
   for (int a = 0; a < P::EACH; ++a) {
-    const int64_t at = row0 + my_row + 8 * a;
-    const Sum one = role == OUTPUT ? shared->row_factor[my_row + 8 * a] : 1;
-    const Sum two = role == OUTPUT ? shared->row_bias[my_row + 8 * a] : 1;
+    const int64_t at = row0 + row_of(a);
+    const Sum one = role == OUTPUT ? shared->row_factor[row_of(a)] : 1;
+    const Sum two = role == OUTPUT ? shared->row_bias[row_of(a)] : 1;
     UNROLL
     for (int c = 0; c < P::EACH; c += P::WIDE) {
       const int64_t col = col0 + my_col + 4 * c;
@@ -526,8 +586,9 @@ __global__ void __launch_bounds__(TILE)
   own(batch, head, row) = before - m;
 }
 
-// What the backward needs of each row: M = log N, b, and what eps sends back through the maximum. A warp takes a row.
-// grid (ceil(B N T / WARPS)), block (THREADS)
+// What the backward needs of each row: M = log N, b, and what eps sends back through the maximum. LANES take a row.
+// grid (ceil(B N T / (THREADS / LANES))), block (THREADS)
+constexpr int LANES = 8;
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     vlstm_rows(View<const T, 4> h, View<const T, 4> dh,
@@ -537,13 +598,16 @@ __global__ void __launch_bounds__(THREADS)
                Accumulator<T> eps, int gate, bool normalizer) {
   using Sum = Accumulator<T>;
   const int64_t heads = h.size[1], seq = h.size[2];
-  const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= h.size[0] * heads * seq) return;
+  const int64_t index = int64_t(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const bool inside = index < h.size[0] * heads * seq;
   const int64_t batch = index / seq / heads, head = index / seq % heads, row = index % seq;
   Sum dot = 0;
-  for (int64_t c = lane; c < h.size[3]; c += 32) dot += Sum(h(batch, head, row, c)) * Sum(dh(batch, head, row, c));
-  for (int flip = 16; flip; flip /= 2) dot += __shfl_xor_sync(~0u, dot, flip);
-  if (lane == 0) {
+  if (inside) {
+#pragma unroll 8
+    for (int64_t c = lane; c < h.size[3]; c += LANES) dot += Sum(h(batch, head, row, c)) * Sum(dh(batch, head, row, c));
+  }
+  for (int flip = LANES / 2; flip; flip /= 2) dot += __shfl_xor_sync(~0u, dot, flip);
+  if (inside && lane == 0) {
     const Sum l = rows(0, batch, head, row), m = rows(1, batch, head, row);
     const Sum size = gate == BARE ? 0 : m + std::log(std::abs(l));  // log |sum u|
     Sum log_n = max(size, Sum(0));
@@ -642,10 +706,11 @@ void product_of(int role, View<const T, 4> x, View<const T, 4> y, View<const T, 
   using P = Plan<T, COLS>;
   const int64_t chunks = max(ceil_div(out.size[3], COLS), int64_t(1));
   const int64_t blocks = out.size[0] * out.size[1] * ceil_div(ceil_div(out.size[2], P::TILE), P::DOWN) * chunks;
-  launch<vlstm_product<T, COLS>>({blocks}, dim3(THREADS), sizeof(typename P::Shared), stream, x, y, z, self, gates.i,
-                                 gates.f, lines, out, sums, own, Accumulator<T>(gates.scale), Accumulator<T>(gates.eps),
-                                 role, gates.gate, in_groups(x) && in_groups(y) && in_groups(z),
-                                 out.size[3] % P::WIDE == 0);
+  const int pieces = int(max(ceil_div(x.size[3], P::DEPTH), int64_t(1)));
+  const size_t bytes = sizeof(typename P::Shared) + (P::stays(pieces) ? pieces : 2) * sizeof(typename P::Turned);
+  launch<vlstm_product<T, COLS>>({blocks}, dim3(THREADS), bytes, stream, x, y, z, self, gates.i, gates.f, lines, out,
+                                 sums, own, Accumulator<T>(gates.scale), Accumulator<T>(gates.eps), role, gates.gate,
+                                 in_groups(x) && in_groups(y) && in_groups(z), out.size[3] % P::WIDE == 0);
 }
 
 template <typename T>
@@ -686,8 +751,9 @@ void vlstm_backward(Input<4> dh, Input<4> q, Input<4> k, Input<4> v, Input<3> i,
     const View<Sum, 3> through = slice(line, 4), peak = slice(tile, 0), total = slice(tile, 1);
     launch<vlstm_gates<T, TILE<T>>>({peak.size[0] * peak.size[1] * peak.size[2]}, dim3(TILE<T>), 0, stream, gates.i,
                                     gates.f, own, level, factor, peak, total, gate);
-    launch<vlstm_rows<T>>({ceil_div(h.size[0] * h.size[1] * h.size[2], WARPS)}, dim3(THREADS), 0, stream, h.as<T>(),
-                          dh.as<T>(), rows.as<Sum>(), own, level, bias, through, Sum(eps), gate, normalizer_gradient);
+    launch<vlstm_rows<T>>({ceil_div(h.size[0] * h.size[1] * h.size[2], THREADS / LANES)}, dim3(THREADS), 0, stream,
+                          h.as<T>(), dh.as<T>(), rows.as<Sum>(), own, level, bias, through, Sum(eps), gate,
+                          normalizer_gradient);
     const Lines<Sum> all{own, factor, peak, total, level, bias};
     const View<Sum, 5> part = parts.as<Sum>();
     const View<Sum, 4> of_rows = slice(part, 0), of_keys = slice(part, 1), own_part = slice(part, 2);

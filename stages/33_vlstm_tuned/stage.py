@@ -51,7 +51,9 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
     across = cols // (4 * each)  # warps side by side, of four
     down, keys = 4 // across, tile // (4 * across)
     rows, vector, passes = down * tile, 16 // size, size // 4  # passes: wavefronts for 32 neighbours
-    narrow = vector * itemsize // 8  # wavefronts of a warp's read of `vector` elements
+    terms = min(vector, 16 // keys)  # of Y, read at once
+    groups = 128 // tile  # of threads on the diagonal, each of which
+    queries = tile // groups  # takes so many queries of every key, after those of the groups before
     heads, tiles, chunks = B * N, T // tile, -(-Dv // cols)
 
     # The gates and the maximum: a block for each tile, of so many warps.
@@ -72,32 +74,39 @@ def cost(B: int, N: int, T: int, Dk: int, Dv: int, itemsize: int, **options: obj
     steps = blocks * (T // rows + 1) // 2 * down
     diagonal = blocks * down  # tiles
     seen = 4 * steps - blocks * (down - 1) * across  # steps of a warp, without those that are hidden
-    copied = steps * (rows + tile) * Dk * itemsize // 512  # requests for X and Y
+    stays = rows * Dk * size <= 32 * 1024  # X does, in shared memory
+    turned = (blocks if stays else steps) * rows * Dk // 32  # requests for X
+    copied = steps * tile * Dk * itemsize // 512  # for Y
     filled = steps * tile * cols * itemsize // 512  # for Z, zeros included
     values = steps // chunks * tile * Dv * itemsize // 512  # without
     mixed = steps // chunks * tile * cols * itemsize // 512 if Dv % cols else 0  # some of both
     owners = rows // 32  # warps that have the threads of the rows
     product = Counts(
-        load_requests=copied + filled + (steps * 8 + blocks) * owners + diagonal * warps * 3,
-        load_sectors=(copied + values) * 16
+        load_requests=turned + copied + filled + (steps * 8 + blocks) * owners + diagonal * warps * 3,
+        load_sectors=turned * 4 * max(1, itemsize // 4)  # eight elements each of four rows
+        + (copied + values) * 16
         + steps * owners * 4 * (size + 1)
         + blocks * owners * size
         + diagonal * warps * (2 * itemsize + size),
         store_requests=blocks // chunks * owners + heads * T * Dv // (32 * vector),
         store_sectors=blocks // chunks * owners * size + heads * T * Dv * itemsize // 32,
-        shared_load_wavefronts=seen * Dk // vector * (each + keys) * narrow
-        + seen * tile // vector * each * (2 + narrow)
+        shared_load_wavefronts=seen * Dk * each // vector * 2
+        + seen * Dk * keys // terms * max(1, terms * itemsize // 8)
+        + seen * tile * each // vector * (2 + vector * itemsize // 8)
         + (4 * steps + seen - diagonal * across) * (each + keys)
-        + diagonal * (across * each * keys + warps) * passes
-        + diagonal * warps * 2 * tile
+        + diagonal * (across * each * keys + 4) * passes
+        + diagonal * queries * (4 * 2 + warps * groups * (groups - 1) // 2)
         + blocks * 2 * (owners * across * passes + 4 * each),
-        shared_store_wavefronts=(
-            seen * each * keys + diagonal * warps * (3 + tile) + steps * (2 * owners + warps) + blocks * 3 * owners
-        )
+        shared_store_wavefronts=(diagonal * warps * (3 + tile) + steps * (2 * owners + warps) + blocks * 3 * owners)
         * passes
+        + seen * keys * each // vector * 4
+        + (turned if itemsize == 2 else 0)
         + blocks * 8 * each,
-        shared_copy_wavefronts=(copied + filled) * 4 + mixed * 2,
-        barriers=steps * (Dk * itemsize // 128 + 2) + diagonal + blocks * 2,
+        shared_copy_wavefronts=(0 if itemsize == 2 else turned * 4)  # four rows, all of them in the same banks
+        + copied * (8 if itemsize == 2 else 4)
+        + filled * 4
+        + mixed * 2,
+        barriers=steps * (Dk * size // 128 + 2) + diagonal + blocks * 2,
     )
     return Counts(*(x + y for x, y in zip(astuple(gates), astuple(product), strict=True)))
 
@@ -109,7 +118,7 @@ stage = Stage(
     cost=cost,
     aligned=(1, 1, 128, 64, 64),
     registers=255,  # two blocks on a multiprocessor
-    spills=True,  # some 25 words a step, outside the loops that multiply
+    spills=True,  # a dozen words, of 16 bits on sm_80 alone, and outside the loops that multiply
     options=(
         {},
         {"eps": 0.01},

@@ -60,8 +60,13 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     family, options = stage.family, stage.options(dtype)[0]
     inputs = _rotated(family.make(sizes, dtype, "cuda", **options))
     tf32 = bool(options.get("tf32"))
+    calls = {"": stage.function, "incumbent_": compiled(family.incumbent) if compiles(family) else family.incumbent}
+    if compiles(family):
+        calls["eager_"] = family.incumbent
+    calls = {name: partial(call, **options) for name, call in calls.items()}
     with float32_products(tf32):
-        own, other = in_turn((partial(stage.function, **options), partial(family.incumbent, **options)), inputs)
+        own, other, *more = in_turn(list(calls.values()), inputs)
+        backward = _with_backward(calls, inputs) if compiles(family) and stage.gradients else {}
     operations, moved = family.work(sizes, dtype.itemsize, **options)
     bandwidth, rate = copy_bandwidth(), matmul_rate(dtype, tf32)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut
@@ -71,7 +76,9 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "ms": own,
         "incumbent": family.INCUMBENT,
         "incumbent_ms": other,
+        **dict(zip(("eager_ms",), more, strict=False)),  # of the incumbent, not compiled
         "ratio": other / own,  # above 1: faster than the incumbent
+        **backward,
         "limit": limit,
         "percent_of_limit": 100 * floor[limit] / own,
         "gbytes_per_s": moved / own / 1e6,
@@ -79,6 +86,41 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "copy_gbytes_per_s": bandwidth / 1e9,
         "matmul_tflops": rate / 1e12,
     }
+
+
+def compiles(family: object) -> bool:
+    """Whether the incumbent is torch.compile of a formula, and a call's backward is measured with it."""
+    return family.INCUMBENT.startswith("torch.compile")
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
+
+def _with_backward(calls: Mapping[str, Callable], inputs: Sequence[Sequence[object]]) -> dict[str, float]:
+    """The times of forward and backward together, and the memory that they take at most beside the inputs.
+
+    The keys begin as those of the calls.
+    """
+    grad = torch.randn_like(next(iter(calls.values()))(*inputs[0]))
+
+    def with_backward(call: Callable) -> Callable:
+        def both(*arguments: object) -> None:
+            given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+            torch.autograd.grad(call(*given), [x for x in given if isinstance(x, Tensor)], grad)
+
+        return both
+
+    both = {name: with_backward(call) for name, call in calls.items()}
+    found = {f"{name}both_ms": ms for name, ms in zip(both, in_turn(list(both.values()), inputs), strict=True)}
+    for name, call in both.items():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call(*inputs[0])
+        found[f"{name}peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    found["both_ratio"] = found["incumbent_both_ms"] / found["both_ms"]
+    return found
 
 
 def _rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:

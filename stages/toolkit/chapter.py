@@ -137,10 +137,47 @@ def markdown(chapter: Chapter) -> str:
     if not chapter.records:
         return NOT_MEASURED
     header = ["stage", "dtype", *_headings(chapter, "{}, ms", "% of {}"), "bytes a flop", "regs", "shared, KiB"]
-    rows = ([stage.replace(" ", NO_BREAK), *line] for stage, *line in cells(chapter))
-    lines = [header, ["--:" if i > 1 else ":--" for i in range(len(header))], *rows]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{title(chapter)}\n\n{body}\n\n{legend(chapter)}"
+    page = f"{title(chapter)}\n\n{_table(header, cells(chapter))}\n\n{legend(chapter)}"
+    if both := backward(chapter):
+        heading, rows, notes = both
+        page += f"\n\n{_table(heading, rows)}\n\n{notes}"
+    return page
+
+
+def backward(chapter: Chapter) -> tuple[list[str], list[list[str]], str] | None:
+    """Forward and backward together, where that was measured: the headings, the cells, and what they say."""
+    rows = [row for row in chapter.rows if any(r and "both_ms" in r for r in row.records)]
+    if not rows:
+        return None
+    header = ["stage", "dtype"]
+    for size in chapter.sizes:
+        header += [f"{size_name(size)}, ms", f"% of {chapter.library}", "% of eager", "MiB"]
+    lines, notes = [], ["Forward and backward together; MiB: memory taken at most, beside the inputs."]
+    for row in rows:
+        line = [short_name(row.stage), row.dtype]
+        for r in row.records:
+            line += _both(r) if r and "both_ms" in r else [MISSING] * 4
+        lines.append(line)
+    for size, r in zip(chapter.sizes, rows[-1].records, strict=True):
+        if r and "both_ms" in r:
+            notes.append(
+                f"At {size_name(size)} {rows[-1].dtype} `{chapter.stages[0].family.INCUMBENT}` takes "
+                f"{r['incumbent_both_ms']:,.4g} ms and {r['incumbent_peak_bytes'] / 2**20:,.0f} MiB, the same not "
+                f"compiled (eager) {r['eager_both_ms']:,.4g} ms and {r['eager_peak_bytes'] / 2**20:,.0f} MiB."
+            )
+    return header, lines, " ".join(notes)
+
+
+def _both(record: Mapping[str, Any]) -> list[str]:
+    percent = (100 * record[f"{name}_both_ms"] / record["both_ms"] for name in ("incumbent", "eager"))
+    return [f"{record['both_ms']:,.4g}", *map(_percent, percent), f"{record['peak_bytes'] / 2**20:,.0f}"]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a page; names of stages stay on one line."""
+    lines = [header, ["--:" if i > 1 else ":--" for i in range(len(header))]]
+    lines += ([stage.replace(" ", NO_BREAK), *line] for stage, *line in rows)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def text(chapter: Chapter) -> str:
@@ -150,7 +187,13 @@ def text(chapter: Chapter) -> str:
     header = ["stage", "dtype", *_headings(chapter, "{} ms", "% {}"), "B/flop", "regs", "KiB"]
     body = render.table(header, cells(chapter), "<<" + ">" * (len(header) - 2))
     head, notes = (render.wrap(part(chapter).replace("`", "").replace("**", "")) for part in (title, legend))
-    return f"{head}\n\n{body}\n\n{notes}"
+    page = f"{head}\n\n{body}\n\n{notes}"
+    if both := backward(chapter):
+        heading, rows, notes = both
+        heading = [word.replace("% of ", "% ") for word in heading]
+        body = render.table(heading, rows, "<<" + ">" * (len(heading) - 2))
+        page += f"\n\n{body}\n\n{render.wrap(notes.replace('`', ''))}"
+    return page
 
 
 def _headings(chapter: Chapter, ms: str, percent: str) -> list[str]:

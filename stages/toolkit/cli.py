@@ -168,9 +168,25 @@ def bench_stage(options: argparse.Namespace) -> int:
         header = (sizes, "ms", "threads", "ns a thread", "x-rayed ms", "times as long")
     rows = [(_sizes(r["sizes"].values()), *(_figure(r[column]) for column in columns)) for r in records]
     print(render.table(header, rows, "<" + ">" * len(columns)))
+    if "eager_ms" in first:
+        print("\nNot compiled, and with the backward; MiB at most beside the inputs\n\n" + _beside(records, sizes))
     if options.plot:
         print(f"\nplot: {options.plot}")
     return 0
+
+
+def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
+    """The incumbent as it is, and forward and backward together."""
+    columns = ("eager_ms", "both_ms", "incumbent_both_ms", "eager_both_ms", "peak_bytes", "incumbent_peak_bytes")
+    header = (sizes, "eager ms", "both ms", "incumbent ms", "eager ms", "MiB", "incumbent MiB")
+    rows = []
+    for r in records:
+        values = (r.get(key, chapter.MISSING) for key in columns)
+        values = [
+            v / 2**20 if key.endswith("bytes") and key in r else v for key, v in zip(columns, values, strict=True)
+        ]
+        rows.append((_sizes(r["sizes"].values()), *map(_figure, values)))
+    return render.table(header, rows, "<" + ">" * len(columns))
 
 
 def chapter_table(options: argparse.Namespace) -> int:
