@@ -29,6 +29,7 @@
 
 #include <type_traits>
 
+#include "common/async_copy.h"
 #include "common/device.h"
 #include "common/launch.h"
 #include "common/numeric.h"
@@ -38,17 +39,17 @@
 #include "common/view.h"
 
 constexpr unsigned ALL = 0xffffffff;
-constexpr int LINE = 32;    // words of 128 bytes: the ticket has a line for itself, the flags come after it
-constexpr int WARPS = 8;    // of a tile of one channel, at most
-constexpr int GROUPS = 4;   // of 16 bytes that a lane takes of each tensor in it
+constexpr int LINE = 32;   // words of 128 bytes: the ticket has a line for itself, the flags come after it
+constexpr int WARPS = 8;   // of a tile of one channel, at most
+constexpr int GROUPS = 4;  // of 16 bytes that a lane takes of each tensor in it
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // steps of such a group
+constexpr int STRIP = 32;                  // channels of a strip
 template <typename T>
-constexpr int LANES = sizeof(T) < 4 ? 2 : 1;  // channels of a lane in a strip
+constexpr int STEPS = 256 / int(sizeof(T));  // of its tiles: 8 KiB of each tensor, so that 9 to 13 fit a multiprocessor
+
 template <typename T>
-constexpr int STEPS = sizeof(T) == 8 ? 32 : 64;  // of a tile of a strip: 128 registers, 16 KiB a warp
-template <typename T>
-constexpr int STEPS_BACKWARD = STEPS<T> * 3 / 4;  // of three tensors, 144 registers
+using Piece = T[STEPS<T>][STRIP];  // [step][channel]: in a row every lane has a bank of its own
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
@@ -94,7 +95,7 @@ enum Told { A, B, AFTER };                     // the map's two parts, and the s
 template <typename Sum>
 struct Place {
   int64_t chain, tile, tiles;
-  unsigned* flags;  // of the chain's tiles
+  unsigned* flags;    // of the chain's tiles
   View<Sum, 4> told;  // [chain, tile, what, channel]
 
   // Takes the next ticket. Chains go side by side, so that those before it in its own chain are further on than it.
@@ -139,239 +140,233 @@ struct Place {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A lane's channels in a strip: word by word, or if they lie side by side, 4 bytes of 16-bit numbers at once.
-template <typename T, bool TOGETHER>
+// A tile of a strip: where it is, and how much of it is there. WHOLE: 16 bytes lie together.
+template <typename T, bool WHOLE>
 struct Strip {
-  using Words = Vector<std::remove_const_t<T>, LANES<T>>;
+  static constexpr int ACROSS = STRIP / WIDE<T>, STEP = 32 / ACROSS;  // lanes for a row, and rows at a time
+  static constexpr int BATCH = 16;                                    // words on their way in registers
   T* data;
   int64_t stride_t, stride_c;
-  int rows, cols;  // that are there from here on
+  int rows, cols;
 
-  __device__ __forceinline__ Strip(const View<T, 3>& x, int64_t batch, int64_t t, int64_t channel, int steps)
+  __device__ __forceinline__ Strip(const View<T, 3>& x, int64_t batch, int64_t t, int64_t channel)
       : data(&x(batch, t, channel)),
         stride_t(x.stride[1]),
         stride_c(x.stride[2]),
-        rows(int(min(x.size[1] - t, int64_t(steps)))),
-        cols(int(min(max(x.size[2] - channel, int64_t(0)), int64_t(LANES<T>)))) {}
+        rows(int(min(x.size[1] - t, int64_t(STEPS<T>)))),
+        cols(int(min(x.size[2] - channel, int64_t(STRIP)))) {}
 
-  // Asks for all words; `outside` stands for those past an edge.
-  template <int N>
-  __device__ __forceinline__ void load(Words (&words)[N], T outside) const {
-    const T* from = data;
-    UNROLL
-    for (int r = 0; r < N; ++r, from += stride_t) {
-      UNROLL
-      for (int i = 0; i < LANES<T>; ++i) words[r][i] = outside;
-      if constexpr (TOGETHER) {
-        if (r < rows && cols > 0) words[r] = load_vector<LANES<T>>(from);
-      } else {
-        UNROLL
-        for (int i = 0; i < LANES<T>; ++i) {
-          if (r < rows && i < cols) words[r][i] = from[i * stride_c];
-        }
+  // Starts the copies of all that is there; a warp's.
+  template <typename To>
+  __device__ __forceinline__ void fetch(To& tile) const {
+    const int lane = lane_id();
+    if constexpr (WHOLE) {
+      const int c = lane % ACROSS * WIDE<T>;
+      const T* from = data + lane / ACROSS * stride_t + c;
+#pragma unroll 8
+      for (int r = lane / ACROSS; r < rows; r += STEP, from += STEP * stride_t) {
+        if (c < cols) async_copy<16>(&tile[r][c], from);
+      }
+    } else if (lane < cols) {
+      const T* from = data + lane * stride_c;
+#pragma unroll BATCH
+      for (int r = 0; r < rows; ++r, from += stride_t) {
+        if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][lane], from);
+        else tile[r][lane] = *from;  // cp.async takes no less than 4 bytes
       }
     }
   }
 
-  __device__ __forceinline__ void store(int r, const Words& words) const {
-    T* const to = data + r * stride_t;
-    if constexpr (TOGETHER) {
-      if (r < rows && cols > 0) store_vector(to, words);
-    } else {
-      UNROLL
-      for (int i = 0; i < LANES<T>; ++i) {
-        if (r < rows && i < cols) to[i * stride_c] = words[i];
+  __device__ __forceinline__ void store(const Piece<T>& tile) const {
+    const int lane = lane_id();
+    if constexpr (WHOLE) {
+      const int c = lane % ACROSS * WIDE<T>;
+      T* to = data + lane / ACROSS * stride_t + c;
+#pragma unroll 8
+      for (int r = lane / ACROSS; r < rows; r += STEP, to += STEP * stride_t) {
+        if (c < cols) store_vector(to, load_vector<WIDE<T>>(&tile[r][c]));
       }
+    } else if (lane < cols) {
+      T* to = data + lane * stride_c;
+#pragma unroll 8
+      for (int r = 0; r < rows; ++r, to += stride_t) *to = tile[r][lane];
     }
   }
 };
 
-// Of a lane's channels the states before a tile, from its maps; `state` holds those before the first tile.
-template <typename Sum, int N>
-__device__ __forceinline__ void look_back(const Place<Sum>& place, const Map<Sum> (&own)[N], Vector<Sum, N>& state) {
+// The state of a lane's channel before a tile, from the tile's map; `first` is before the first one.
+template <typename Sum>
+__device__ __forceinline__ Sum look_back(const Place<Sum>& place, Map<Sum> own, Sum first) {
   constexpr int AT_ONCE = 8;  // maps on their way
-  const auto slot = [&](int64_t tile, Told what) { return &place.told(place.chain, tile, what, lane_id() * N); };
-  Vector<Sum, N> part;
+  const auto told = [&](int64_t tile, Told what) -> Sum& { return place.told(place.chain, tile, what, lane_id()); };
+  Sum state = first;
   if (place.tile > 0) {
     if (!place.last()) {
-      UNROLL
-      for (int i = 0; i < N; ++i) part[i] = own[i].a;
-      store_vector(slot(place.tile, A), part);
-      UNROLL
-      for (int i = 0; i < N; ++i) part[i] = own[i].b;
-      store_vector(slot(place.tile, B), part);
+      told(place.tile, A) = own.a, told(place.tile, B) = own.b;
       place.tell(MAP);
     }
     const int64_t known = place.newest_state();
-    state = load_vector<N>(slot(known, AFTER));
+    state = told(known, AFTER);
 #pragma unroll 1
-    for (int64_t first = known + 1; first < place.tile; first += AT_ONCE) {
-      Vector<Sum, N> a[AT_ONCE], b[AT_ONCE];
+    for (int64_t next = known + 1; next < place.tile; next += AT_ONCE) {
+      const int count = int(min(place.tile - next, int64_t(AT_ONCE)));
+      Map<Sum> maps[AT_ONCE];
       UNROLL
       for (int k = 0; k < AT_ONCE; ++k) {
-        if (first + k < place.tile) a[k] = load_vector<N>(slot(first + k, A)), b[k] = load_vector<N>(slot(first + k, B));
+        if (k < count) maps[k] = {told(next + k, A), told(next + k, B)};
       }
       UNROLL
       for (int k = 0; k < AT_ONCE; ++k) {
-        if (first + k < place.tile) {
-          UNROLL
-          for (int i = 0; i < N; ++i) state[i] = Map<Sum>{a[k][i], b[k][i]}(state[i]);
-        }
+        if (k < count) state = maps[k](state);
       }
     }
   }
   if (!place.last()) {
-    UNROLL
-    for (int i = 0; i < N; ++i) part[i] = own[i](state[i]);
-    store_vector(slot(place.tile, AFTER), part);
+    told(place.tile, AFTER) = own(state);
     place.tell(STATE);
   }
+  return state;
 }
 
 // grid (chains * tiles), block (32)
-template <typename T, bool TOGETHER>
-__global__ void __launch_bounds__(32) scan_strips(View<const T, 3> a,                  // [batch, seq, channels]
-                                                  View<const T, 3> b,                  // [batch, seq, channels]
-                                                  View<const T, 2> h0,                 // [batch, channels], or empty
-                                                  View<T, 3> h,                        // [batch, seq, channels]
-                                                  View<float, 1> words,                // ticket and flags, zeros
-                                                  View<Accumulator<T>, 4> told) {      // [chain, tile, what, channel]
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(32) scan_strips(View<const T, 3> a,              // [batch, seq, channels]
+                                                  View<const T, 3> b,              // [batch, seq, channels]
+                                                  View<const T, 2> h0,             // [batch, channels], or empty
+                                                  View<T, 3> h,                    // [batch, seq, channels]
+                                                  View<float, 1> words,            // ticket and flags, zeros
+                                                  View<Accumulator<T>, 4> told) {  // [chain, tile, what, channel]
   using Sum = Accumulator<T>;
-  constexpr int N = LANES<T>;
+  alignas(16) __shared__ Piece<T> a_tile, b_tile;
   const Place<Sum> place(words, told);
-  const int64_t strips = ceil_div(h.size[2], 32 * N), batch = place.chain / strips;
-  const int64_t channel = (place.chain % strips * 32 + lane_id()) * N, t0 = place.tile * STEPS<T>;
+  const int64_t strips = ceil_div(h.size[2], STRIP), batch = place.chain / strips;
+  const int64_t channel0 = place.chain % strips * STRIP, t0 = place.tile * STEPS<T>;
+  const int lane = lane_id();
 
-  const Strip<T, TOGETHER> h_strip(h, batch, t0, channel, STEPS<T>);
-  Vector<T, N> a_words[STEPS<T>], b_words[STEPS<T>];
-  Strip<const T, TOGETHER>(a, batch, t0, channel, STEPS<T>).load(a_words, T(1.0f));  // (1, 0) changes nothing
-  Strip<const T, TOGETHER>(b, batch, t0, channel, STEPS<T>).load(b_words, T(0.0f));
+  const Strip<T, WHOLE> h_strip(h, batch, t0, channel0);
+  Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
+  Strip<const T, WHOLE>(b, batch, t0, channel0).fetch(b_tile);
+  async_commit();
+  const bool own = lane < h_strip.cols;
+  Sum state = place.tile == 0 && own && h0.size[0] ? Sum(h0(batch, channel0 + lane)) : Sum(0);
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-  Vector<Sum, N> state;
-  UNROLL
-  for (int i = 0; i < N; ++i) {
-    state[i] = place.tile == 0 && h0.size[0] && i < h_strip.cols ? Sum(h0(batch, channel + i)) : Sum(0);
-  }
-  Map<Sum> own[N];
-  UNROLL
-  for (int r = 0; r < STEPS<T>; ++r) {
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      own[i].a = Sum(a_words[r][i]) * own[i].a;
-      own[i].b = Sum(a_words[r][i]) * own[i].b + Sum(b_words[r][i]);
+  Map<Sum> map;
+  if (own) {
+#pragma unroll 16
+    for (int r = 0; r < h_strip.rows; ++r) {
+      const Sum a_now = Sum(a_tile[r][lane]);
+      map = {a_now * map.a, a_now * map.b + Sum(b_tile[r][lane])};
     }
   }
-  look_back(place, own, state);
-
-  UNROLL
-  for (int r = 0; r < STEPS<T>; ++r) {
-    Vector<T, N> h_words;
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      state[i] = Sum(a_words[r][i]) * state[i] + Sum(b_words[r][i]);
-      h_words[i] = T(state[i]);
+  state = look_back(place, map, state);
+  if (own) {
+#pragma unroll 16
+    for (int r = 0; r < h_strip.rows; ++r) {
+      state = Sum(a_tile[r][lane]) * state + Sum(b_tile[r][lane]);
+      b_tile[r][lane] = T(state);  // h takes the place of b
     }
-    h_strip.store(r, h_words);
   }
+  __syncwarp();  // all channels of h are there
+  h_strip.store(b_tile);
 }
 
 // All views run from the last step to the first, as the scan does: h[t + 1] is the state before step t. What is handed
 // on is a[t] lambda[t], what later steps give to the next state: a step makes a (g + carry) of it.
 // grid (chains * tiles), block (32)
-template <typename T, bool TOGETHER>
-__global__ void __launch_bounds__(32) scan_strips_backward(View<const T, 3> g,              // [batch, seq, channels]
-                                                           View<const T, 3> a,              // [batch, seq, channels]
-                                                           View<const T, 3> h,              // [batch, seq, channels]
-                                                           View<const T, 2> h0,             // [batch, channels], or empty
-                                                           View<T, 3> da,                   // [batch, seq, channels]
-                                                           View<T, 3> db,                   // [batch, seq, channels]
-                                                           View<T, 2> dh0,                  // [batch, channels], or empty
-                                                           View<float, 1> words,            // ticket and flags, zeros
-                                                           View<Accumulator<T>, 4> told) {  // [chain, tile, what, channel]
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(32)
+    scan_strips_backward(View<const T, 3> g,              // [batch, seq, channels]
+                         View<const T, 3> a,              // [batch, seq, channels]
+                         View<const T, 3> h,              // [batch, seq, channels]
+                         View<const T, 2> h0,             // [batch, channels], or empty
+                         View<T, 3> da,                   // [batch, seq, channels]
+                         View<T, 3> db,                   // [batch, seq, channels]
+                         View<T, 2> dh0,                  // [batch, channels], or empty
+                         View<float, 1> words,            // ticket and flags, zeros
+                         View<Accumulator<T>, 4> told) {  // [chain, tile, what, channel]
   using Sum = Accumulator<T>;
-  constexpr int N = LANES<T>, S = STEPS_BACKWARD<T>;
+  alignas(16) __shared__ Piece<T> g_tile, a_tile, h_tile;
   const Place<Sum> place(words, told);
-  const int64_t strips = ceil_div(da.size[2], 32 * N), batch = place.chain / strips;
-  const int64_t channel = (place.chain % strips * 32 + lane_id()) * N, t0 = place.tile * S;
+  const int64_t strips = ceil_div(da.size[2], STRIP), batch = place.chain / strips;
+  const int64_t channel0 = place.chain % strips * STRIP, t0 = place.tile * STEPS<T>;
+  const int lane = lane_id();
 
-  const Strip<T, TOGETHER> da_strip(da, batch, t0, channel, S), db_strip(db, batch, t0, channel, S);
-  Vector<T, N> g_words[S], a_words[S], h_words[S];
-  Strip<const T, TOGETHER>(g, batch, t0, channel, S).load(g_words, T(0.0f));
-  Strip<const T, TOGETHER>(a, batch, t0, channel, S).load(a_words, T(1.0f));
-  Strip<const T, TOGETHER>(h, batch, t0 + 1, channel, S).load(h_words, T(0.0f));
+  const Strip<T, WHOLE> da_strip(da, batch, t0, channel0), db_strip(db, batch, t0, channel0);
+  Strip<const T, WHOLE>(g, batch, t0, channel0).fetch(g_tile);
+  Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
+  Strip<const T, WHOLE>(h, batch, t0 + 1, channel0).fetch(h_tile);
+  async_commit();
+  const int rows = da_strip.rows;
+  const bool own = lane < da_strip.cols, first = place.last();  // the tile in which time begins
+  const T start = first && own && h0.size[0] ? h0(batch, channel0 + lane) : T(0.0f);
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-  Vector<Sum, N> carry;
-  Vector<T, N> start;  // the state before the first step
-  Map<Sum> own[N];
-  UNROLL
-  for (int i = 0; i < N; ++i) {
-    carry[i] = 0;
-    start[i] = place.last() && h0.size[0] && i < da_strip.cols ? h0(batch, channel + i) : T(0.0f);
-  }
-  UNROLL
-  for (int r = 0; r < S; ++r) {
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      own[i].a = Sum(a_words[r][i]) * own[i].a;
-      own[i].b = Sum(a_words[r][i]) * (Sum(g_words[r][i]) + own[i].b);
+  Map<Sum> map;
+  if (own) {
+    if (first && rows > 0) h_tile[rows - 1][lane] = start;  // there is no h before the first step
+#pragma unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const Sum a_now = Sum(a_tile[r][lane]);
+      map = {a_now * map.a, a_now * (Sum(g_tile[r][lane]) + map.b)};
     }
   }
-  look_back(place, own, carry);
-
-  UNROLL
-  for (int r = 0; r < S; ++r) {
-    Vector<T, N> da_words, db_words;
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      const Sum lambda = Sum(g_words[r][i]) + carry[i];
-      const T before = place.last() && r + 1 == da_strip.rows ? start[i] : h_words[r][i];
-      carry[i] = Sum(a_words[r][i]) * lambda;
-      da_words[i] = T(lambda * Sum(before));
-      db_words[i] = T(lambda);
+  Sum carry = look_back(place, map, Sum(0));
+  if (own) {
+#pragma unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const Sum lambda = Sum(g_tile[r][lane]) + carry;
+      carry = Sum(a_tile[r][lane]) * lambda;
+      h_tile[r][lane] = T(lambda * Sum(h_tile[r][lane]));  // da and db take the place of h and g
+      g_tile[r][lane] = T(lambda);
     }
-    da_strip.store(r, da_words), db_strip.store(r, db_words);
+    if (first && dh0.size[0]) dh0(batch, channel0 + lane) = T(carry);
   }
-  if (place.last() && dh0.size[0]) {
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      if (i < da_strip.cols) dh0(batch, channel + i) = T(carry[i]);
-    }
-  }
+  __syncwarp();  // all channels of da and db are there
+  da_strip.store(h_tile);
+  db_strip.store(g_tile);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One row of a tensor. STEP: 1 or -1 if steps lie side by side in this direction, in groups of 16 bytes, 0 if anyhow.
+// A lane's groups of a tile of a row: in shared memory each has a place that only this lane reads. STEP: 1 or -1 if steps
+// lie side by side in this direction, in whole groups of 16 bytes, 0 if anyhow.
 template <typename T, int STEP>
 struct Row {
   using Items = Vector<std::remove_const_t<T>, WIDE<T>>;
-  using Words = Vector<uint32_t, 4>;  // on their way: to unpack 16-bit numbers, or to turn them around, is to wait
   T* data;
   int64_t seq, stride;
 
   __device__ __forceinline__ Row(const View<T, 3>& x, int64_t batch, int64_t channel)
       : data(&x(batch, 0, channel)), seq(x.size[1]), stride(STEP ? STEP : x.stride[1]) {}
 
-  // Asks for the group that begins at step t.
-  __device__ __forceinline__ Words load(int64_t t, T outside) const {
-    Items items;
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;
-    Words words = bits_of<Words>(items);
+  // Starts the copy of the group that begins at step t; `outside` stands for steps past the end.
+  __device__ __forceinline__ void fetch(Items* place, int64_t t, T outside) const {
     if constexpr (STEP) {
-      if (t < seq) words = load_vector<4>(reinterpret_cast<const uint32_t*>(group(t)));
+      if (t < seq) async_copy<16>(place, group(t));
     } else {
       UNROLL
       for (int i = 0; i < WIDE<T>; ++i) {
-        if (t + i < seq) items[i] = data[(t + i) * stride];
+        if (t + i < seq) {
+          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&(*place)[i], data + (t + i) * stride);
+          else (*place)[i] = data[(t + i) * stride];  // cp.async takes no less than 4 bytes
+        } else {
+          (*place)[i] = outside;
+        }
       }
-      words = bits_of<Words>(items);
     }
-    return words;
+    if (STEP && t >= seq) {
+      Items items;
+      UNROLL
+      for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;
+      *place = items;
+    }
   }
 
   __device__ __forceinline__ void store(int64_t t, const Items& items) const {
     if constexpr (STEP) {
-      if (t < seq) store_vector(group(t), turned(items));
+      if (t < seq) store_vector(group(t), in_time(items));
     } else {
       UNROLL
       for (int i = 0; i < WIDE<T>; ++i) {
@@ -381,17 +376,22 @@ struct Row {
   }
 
   // In the order of time from that of memory, and back.
-  static __device__ __forceinline__ Items turned(const Items& items) {
+  static __device__ __forceinline__ Items in_time(const Items& items) {
     Items result;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP >= 0 ? i : WIDE<T> - 1 - i];
     return result;
   }
-  static __device__ __forceinline__ Items in_time(const Words& words) { return turned(bits_of<Items>(words)); }
 
  private:
   __device__ __forceinline__ T* group(int64_t t) const { return STEP > 0 ? data + t : data - t - (WIDE<T> - 1); }
 };
+
+// Where a lane has its groups of one of several tensors, 32 groups apart.
+template <typename T>
+__device__ __forceinline__ Vector<T, WIDE<T>>* places(Vector<T, WIDE<T>>* tile, int tensor) {
+  return tile + (tensor * (int(blockDim.x) / 32) + warp_id()) * GROUPS * 32 + lane_id();
+}
 
 // The step at which a thread's group begins.
 template <typename T>
@@ -407,27 +407,27 @@ struct Around {
 };
 
 template <typename Sum>
-__device__ __forceinline__ Around<Sum> look_back(const Place<Sum>& place, Map<Sum> own, Sum first) {
-  const auto slot = [&](int64_t tile, Told what) -> Sum& { return place.told(place.chain, tile, what, 0); };
+__device__ __forceinline__ Around<Sum> look_back_by_warp(const Place<Sum>& place, Map<Sum> own, Sum first) {
+  const auto told = [&](int64_t tile, Told what) -> Sum& { return place.told(place.chain, tile, what, 0); };
   Sum state = first;
   if (place.tile > 0) {
     if (!place.last()) {
-      if (lane_id() == 0) slot(place.tile, A) = own.a, slot(place.tile, B) = own.b;
+      if (lane_id() == 0) told(place.tile, A) = own.a, told(place.tile, B) = own.b;
       place.tell(MAP);
     }
     const int64_t known = place.newest_state();
-    state = slot(known, AFTER);
+    state = told(known, AFTER);
     for (int64_t next = known + 1; next < place.tile; next += 32) {
       const int count = int(min(place.tile - next, int64_t(32)));
       Map<Sum> map;
-      if (lane_id() < count) map = {slot(next + lane_id(), A), slot(next + lane_id(), B)};
+      if (lane_id() < count) map = {told(next + lane_id(), A), told(next + lane_id(), B)};
 #pragma unroll 4
       for (int k = 0; k < count; ++k) state = shuffle(map, k)(state);
     }
   }
   const Sum after = own(state);
   if (!place.last()) {
-    if (lane_id() == 0) slot(place.tile, AFTER) = after;
+    if (lane_id() == 0) told(place.tile, AFTER) = after;
     place.tell(STATE);
   }
   return {state, after};
@@ -439,7 +439,7 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
                                              Sum (&before)[GROUPS]) {
   __shared__ Map<Sum> of_warps[WARPS];
   __shared__ Around<Sum> of_tile;
-  Map<Sum> inside[GROUPS], whole[GROUPS], of_warp;
+  Map<Sum> upto[GROUPS], of_warp;  // the map of a group's lanes up to this one
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
     Map<Sum> map = own[v];
@@ -448,15 +448,15 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
       const Map<Sum> older = shuffle_up(map, distance);
       if (lane_id() >= distance) map = combine(older, map);  // the map of 2 distance lanes, or of all from lane 0 on
     }
-    whole[v] = shuffle(map, 31), inside[v] = shuffle_up(map, 1);
-    of_warp = combine(of_warp, whole[v]);
+    upto[v] = map;
+    of_warp = combine(of_warp, shuffle(map, 31));
   }
   if (lane_id() == 0) of_warps[warp_id()] = of_warp;
   __syncthreads();  // the maps of all warps are there
   if (warp_id() == 0) {
     Map<Sum> of_all;
     for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) of_all = combine(of_all, of_warps[warp]);
-    const Around<Sum> around = look_back(place, of_all, first);
+    const Around<Sum> around = look_back_by_warp(place, of_all, first);
     if (lane_id() == 0) of_tile = around;
   }
   __syncthreads();  // the state before the tile is there
@@ -464,41 +464,47 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
   for (int warp = 0; warp < warp_id(); ++warp) state = of_warps[warp](state);
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
-    before[v] = lane_id() > 0 ? inside[v](state) : state;
-    state = whole[v](state);
+    const Map<Sum> older = shuffle_up(upto[v], 1);
+    before[v] = lane_id() > 0 ? older(state) : state;
+    state = shuffle(upto[v], 31)(state);
   }
   return of_tile.after;
 }
 
 // grid (chains * tiles), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, 4) scan_rows(View<const T, 3> a,              // [batch, seq, channels]
-                                                           View<const T, 3> b,              // [batch, seq, channels]
-                                                           View<const T, 2> h0,             // [batch, channels], or empty
-                                                           View<T, 3> h,                    // [batch, seq, channels]
-                                                           View<float, 1> words,            // ticket and flags, zeros
-                                                           View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
+__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 2)
+    scan_rows(View<const T, 3> a,              // [batch, seq, channels]
+              View<const T, 3> b,              // [batch, seq, channels]
+              View<const T, 2> h0,             // [batch, channels], or empty
+              View<T, 3> h,                    // [batch, seq, channels]
+              View<float, 1> words,            // ticket and flags, zeros
+              View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
   using Sum = Accumulator<T>;
+  using Items = Vector<T, WIDE<T>>;
   const Place<Sum> place(words, told);
   const int64_t batch = place.chain / h.size[2], channel = place.chain % h.size[2];
 
   const Row<const T, STEP> a_row(a, batch, channel), b_row(b, batch, channel);
   const Row<T, STEP> h_row(h, batch, channel);
-  Vector<uint32_t, 4> a_words[GROUPS], b_words[GROUPS];
+  DYNAMIC_SHARED(Items, tile);
+  Items *const a_tile = places<T>(tile, 0), *const b_tile = places<T>(tile, 1);
   UNROLL
-  for (int v = 0; v < GROUPS; ++v) a_words[v] = a_row.load(step_of<T>(place.tile, v), T(1.0f));  // (1, 0)
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) b_words[v] = b_row.load(step_of<T>(place.tile, v), T(0.0f));  // changes nothing
-
+  for (int v = 0; v < GROUPS; ++v) {
+    a_row.fetch(&a_tile[v * 32], step_of<T>(place.tile, v), T(1.0f));  // (1, 0) changes nothing
+    b_row.fetch(&b_tile[v * 32], step_of<T>(place.tile, v), T(0.0f));
+  }
+  async_commit();
   const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
+  async_wait<0>();  // a lane reads what it has copied itself
+
   Map<Sum> own[GROUPS];
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
-    const auto a_now = a_row.in_time(a_words[v]), b_now = b_row.in_time(b_words[v]);
+    const Items a_now = a_row.in_time(a_tile[v * 32]), b_now = b_row.in_time(b_tile[v * 32]);
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own[v].a = Sum(a_now[i]) * own[v].a;
-      own[v].b = Sum(a_now[i]) * own[v].b + Sum(b_now[i]);
+      own[v] = {Sum(a_now[i]) * own[v].a, Sum(a_now[i]) * own[v].b + Sum(b_now[i])};
     }
   }
   Sum before[GROUPS];
@@ -506,9 +512,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4) scan_rows(View<const T, 3> a,  
 
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
-    const auto a_now = a_row.in_time(a_words[v]), b_now = b_row.in_time(b_words[v]);
+    const Items a_now = a_row.in_time(a_tile[v * 32]), b_now = b_row.in_time(b_tile[v * 32]);
     Sum state = before[v];
-    Vector<T, WIDE<T>> h_now;
+    Items h_now;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
       state = Sum(a_now[i]) * state + Sum(b_now[i]);
@@ -521,54 +527,60 @@ __global__ void __launch_bounds__(32 * WARPS, 4) scan_rows(View<const T, 3> a,  
 // Time is turned around as in scan_strips_backward.
 // grid (chains * tiles), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, 2) scan_rows_backward(View<const T, 3> g,     // [batch, seq, channels]
-                                                                    View<const T, 3> a,     // [batch, seq, channels]
-                                                                    View<const T, 3> h,     // [batch, seq, channels]
-                                                                    View<const T, 2> h0,    // [batch, channels], or empty
-                                                                    View<T, 3> da,          // [batch, seq, channels]
-                                                                    View<T, 3> db,          // [batch, seq, channels]
-                                                                    View<T, 2> dh0,         // [batch, channels], or empty
-                                                                    View<float, 1> words,   // ticket and flags, zeros
-                                                                    View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
+__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 2)
+    scan_rows_backward(View<const T, 3> g,              // [batch, seq, channels]
+                       View<const T, 3> a,              // [batch, seq, channels]
+                       View<const T, 3> h,              // [batch, seq, channels]
+                       View<const T, 2> h0,             // [batch, channels], or empty
+                       View<T, 3> da,                   // [batch, seq, channels]
+                       View<T, 3> db,                   // [batch, seq, channels]
+                       View<T, 2> dh0,                  // [batch, channels], or empty
+                       View<float, 1> words,            // ticket and flags, zeros
+                       View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
   using Sum = Accumulator<T>;
+  using Items = Vector<T, WIDE<T>>;
   const Place<Sum> place(words, told);
   const int64_t batch = place.chain / da.size[2], channel = place.chain % da.size[2], seq = da.size[1];
 
   const Row<const T, STEP> g_row(g, batch, channel), a_row(a, batch, channel), h_row(h, batch, channel);
   const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
   const T start = h0.size[0] ? h0(batch, channel) : T(0.0f);  // stands where h has ended: before the first step
-  Vector<uint32_t, 4> g_words[GROUPS], a_words[GROUPS], h_words[GROUPS];
+  DYNAMIC_SHARED(Items, tile);
+  Items *const g_tile = places<T>(tile, 0), *const a_tile = places<T>(tile, 1), *const h_tile = places<T>(tile, 2);
   UNROLL
-  for (int v = 0; v < GROUPS; ++v) g_words[v] = g_row.load(step_of<T>(place.tile, v), T(0.0f));
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) a_words[v] = a_row.load(step_of<T>(place.tile, v), T(1.0f));
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) h_words[v] = h_row.load(step_of<T>(place.tile, v), start);
+  for (int v = 0; v < GROUPS; ++v) {
+    g_row.fetch(&g_tile[v * 32], step_of<T>(place.tile, v), T(0.0f));
+    a_row.fetch(&a_tile[v * 32], step_of<T>(place.tile, v), T(1.0f));
+    h_row.fetch(&h_tile[v * 32], step_of<T>(place.tile, v), start);
+  }
+  async_commit();
   const int64_t next = step_of<T>(place.tile, GROUPS);  // in lane 0 the step after those of its warp
   const T after_warp = lane_id() == 0 && next < seq ? h(batch, next, channel) : start;
+  async_wait<0>();  // a lane reads what it has copied itself
 
   Map<Sum> own[GROUPS];
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
-    const auto g_now = g_row.in_time(g_words[v]), a_now = a_row.in_time(a_words[v]);
+    const Items g_now = g_row.in_time(g_tile[v * 32]), a_now = a_row.in_time(a_tile[v * 32]);
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own[v].a = Sum(a_now[i]) * own[v].a;
-      own[v].b = Sum(a_now[i]) * (Sum(g_now[i]) + own[v].b);
+      own[v] = {Sum(a_now[i]) * own[v].a, Sum(a_now[i]) * (Sum(g_now[i]) + own[v].b)};
     }
   }
   Sum before[GROUPS];
   const Sum after_tile = states_before(place, own, Sum(0), before);
   if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(after_tile);
 
+  T next_group = after_warp;  // in lane 0 the state after the last step of lane 31
   UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    const auto g_now = g_row.in_time(g_words[v]), a_now = a_row.in_time(a_words[v]), h_now = h_row.in_time(h_words[v]);
-    // The state after a lane's steps is the first of the next lane; lane 0 has that of the next group for lane 31.
-    const Sum next_group = v + 1 < GROUPS ? Sum(h_row.in_time(h_words[v + 1 < GROUPS ? v + 1 : 0])[0]) : Sum(after_warp);
-    const Sum after = __shfl_sync(ALL, lane_id() == 0 ? next_group : Sum(h_now[0]), (lane_id() + 1) % 32);
+  for (int v = GROUPS - 1; v >= 0; --v) {
+    const Items g_now = g_row.in_time(g_tile[v * 32]), a_now = a_row.in_time(a_tile[v * 32]);
+    const Items h_now = h_row.in_time(h_tile[v * 32]);
+    // The state after a lane's steps is the first of the next lane.
+    const Sum after = __shfl_sync(ALL, Sum(lane_id() == 0 ? next_group : h_now[0]), (lane_id() + 1) % 32);
+    next_group = h_now[0];
     Sum carry = before[v];
-    Vector<T, WIDE<T>> da_now, db_now;
+    Items da_now, db_now;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
       const Sum lambda = Sum(g_now[i]) + carry;
@@ -589,10 +601,10 @@ bool in_groups(const Views&... views) {
 // How time is cut is said by `told`: [chain, tile, 3, channel], one channel if a chain is a row. Checked, since nothing
 // of a kernel would tell.
 template <typename T>
-void check(const View<T, 3>& x, const View<float, 1>& words, const View<Accumulator<T>, 4>& told, int steps) {
+void check(const View<T, 3>& x, const View<float, 1>& words, const View<Accumulator<T>, 4>& told) {
   const int64_t width = told.size[3], strips = width == 1 ? x.size[2] : ceil_div(x.size[2], width);
-  const int64_t most = width == 1 ? GROUPS * 32 * WIDE<T> * WARPS : steps;
-  if ((width != 1 && width != 32 * LANES<T>) || told.size[2] != 3 || told.size[0] != x.size[0] * strips ||
+  const int64_t most = width == 1 ? GROUPS * 32 * WIDE<T> * WARPS : STEPS<T>;
+  if ((width != 1 && width != STRIP) || told.size[2] != 3 || told.size[0] != x.size[0] * strips ||
       told.size[1] * most < x.size[1] || words.size[0] < LINE + told.size[0] * told.size[1]) {
     throw std::invalid_argument("scan_lookback: its scratch memory does not fit the problem");
   }
@@ -611,19 +623,20 @@ void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, Outp
     const auto av = a.as<T>(), bv = b.as<T>();
     const auto hv = h.as<T>();
     const auto told_view = told.as<Accumulator<T>>();
-    check(hv, words.as<float>(), told_view, STEPS<T>);
-    const auto run = [&]<auto KERNEL>(dim3 block) {
-      launch<KERNEL>({told.size[0] * told.size[1]}, block, 0, stream, in_time(av), in_time(bv), h0.as<T>(), in_time(hv),
-                     words.as<float>(), told_view);
+    check(hv, words.as<float>(), told_view);
+    const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
+      launch<KERNEL>({told.size[0] * told.size[1]}, block, shared, stream, in_time(av), in_time(bv), h0.as<T>(),
+                     in_time(hv), words.as<float>(), told_view);
     };
     if (told.size[3] == 1) {
       const dim3 block = row_block<T>(h.size[1], told.size[1]);
-      if (!in_groups<1>(av, bv, hv)) run.template operator()<scan_rows<T, 0>>(block);
-      else if (reverse) run.template operator()<scan_rows<T, -1>>(block);
-      else run.template operator()<scan_rows<T, 1>>(block);
+      const size_t shared = 2 * block.x * GROUPS * 16;
+      if (!in_groups<1>(av, bv, hv)) run.template operator()<scan_rows<T, 0>>(block, shared);
+      else if (reverse) run.template operator()<scan_rows<T, -1>>(block, shared);
+      else run.template operator()<scan_rows<T, 1>>(block, shared);
     } else {
-      if (in_groups<2>(av, bv, hv)) run.template operator()<scan_strips<T, true>>(dim3(32));
-      else run.template operator()<scan_strips<T, false>>(dim3(32));
+      if (in_groups<2>(av, bv, hv)) run.template operator()<scan_strips<T, true>>(dim3(32), 0);
+      else run.template operator()<scan_strips<T, false>>(dim3(32), 0);
     }
   });
 }
@@ -635,19 +648,20 @@ void scan_backward(Input<3> g, Input<3> a, Input<3> h, Input<2> h0, Output<3> da
     const auto gv = g.as<T>(), av = a.as<T>(), hv = h.as<T>();
     const auto dav = da.as<T>(), dbv = db.as<T>();
     const auto told_view = told.as<Accumulator<T>>();
-    check(dav, words.as<float>(), told_view, STEPS_BACKWARD<T>);
-    const auto run = [&]<auto KERNEL>(dim3 block) {
-      launch<KERNEL>({told.size[0] * told.size[1]}, block, 0, stream, in_time(gv), in_time(av), in_time(hv), h0.as<T>(),
-                     in_time(dav), in_time(dbv), dh0.as<T>(), words.as<float>(), told_view);
+    check(dav, words.as<float>(), told_view);
+    const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
+      launch<KERNEL>({told.size[0] * told.size[1]}, block, shared, stream, in_time(gv), in_time(av), in_time(hv),
+                     h0.as<T>(), in_time(dav), in_time(dbv), dh0.as<T>(), words.as<float>(), told_view);
     };
     if (told.size[3] == 1) {
       const dim3 block = row_block<T>(h.size[1], told.size[1]);
-      if (!in_groups<1>(gv, av, hv, dav, dbv)) run.template operator()<scan_rows_backward<T, 0>>(block);
-      else if (reverse) run.template operator()<scan_rows_backward<T, 1>>(block);
-      else run.template operator()<scan_rows_backward<T, -1>>(block);
+      const size_t shared = 3 * block.x * GROUPS * 16;
+      if (!in_groups<1>(gv, av, hv, dav, dbv)) run.template operator()<scan_rows_backward<T, 0>>(block, shared);
+      else if (reverse) run.template operator()<scan_rows_backward<T, 1>>(block, shared);
+      else run.template operator()<scan_rows_backward<T, -1>>(block, shared);
     } else {
-      if (in_groups<2>(gv, av, hv, dav, dbv)) run.template operator()<scan_strips_backward<T, true>>(dim3(32));
-      else run.template operator()<scan_strips_backward<T, false>>(dim3(32));
+      if (in_groups<2>(gv, av, hv, dav, dbv)) run.template operator()<scan_strips_backward<T, true>>(dim3(32), 0);
+      else run.template operator()<scan_strips_backward<T, false>>(dim3(32), 0);
     }
   });
 }

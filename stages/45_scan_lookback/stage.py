@@ -13,6 +13,7 @@ from stages.toolkit.stage import Stage
 
 SECTOR = 32
 LINE = 32  # words before the flags: the ticket and what fills its line
+STRIP = 32  # channels of a strip
 WARPS = 8  # of a tile of a row, at most
 GROUPS = 4  # of 16 bytes that a lane takes of a tensor in it
 FEWEST = 4  # tiles of a row, if it is so long that they can have a warp each
@@ -27,36 +28,35 @@ class Cut(NamedTuple):
     steps: int  # of a tile
 
 
-def cut(B: int, T: int, D: int, itemsize: int, rows: bool, backward: bool) -> Cut:
+def cut(B: int, T: int, D: int, itemsize: int, rows: bool) -> Cut:
     """Strips of channels, or rows, each a channel."""
     if rows:
         piece = GROUPS * 32 * 16 // itemsize  # steps of a warp
         pieces = max(1, -(-T // piece))
         tiles = -(-pieces // min(WARPS, -(-pieces // FEWEST)))
         return Cut(B * D, tiles, 1, -(-pieces // tiles) * piece)
-    width, steps = 32 * max(1, 4 // itemsize), 64 if itemsize < 8 else 32
-    steps = steps * 3 // 4 if backward else steps
-    return Cut(B * -(-D // width), max(1, -(-T // steps)), width, steps)
+    steps = 256 // itemsize
+    return Cut(B * -(-D // STRIP), max(1, -(-T // steps)), STRIP, steps)
 
 
-def scratch(h: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+def scratch(h: Tensor) -> tuple[Tensor, Tensor]:
     """The ticket and the flags, which are zeros at every call, and the memory for what tiles tell each other."""
     rows = h.stride(1) < h.stride(2)  # steps lie closer than channels
-    chains, tiles, width, _ = cut(*h.shape, h.element_size(), rows, backward)
+    chains, tiles, width, _ = cut(*h.shape, h.element_size(), rows)
     words = operator.empty((LINE + chains * tiles,), like=h, dtype=torch.float32)
     return words.zero_(), operator.empty((chains, tiles, 3, width), like=h, dtype=accumulator(h.dtype))
 
 
 def launch(kernels: Kernels, a: Tensor, b: Tensor, h0: Tensor, h: Tensor, reverse: bool) -> None:
     """The forward; in a CUDA graph the zeros are written at every replay, too."""
-    kernels.launch("scan", a.device, a, b, h0, h, *scratch(h, False), reverse)
+    kernels.launch("scan", a.device, a, b, h0, h, *scratch(h), reverse)
 
 
 def launch_backward(
     kernels: Kernels, g: Tensor, a: Tensor, h: Tensor, h0: Tensor, da: Tensor, db: Tensor, dh0: Tensor, reverse: bool
 ) -> None:
     """The backward, with a ticket of its own."""
-    kernels.launch("scan_backward", a.device, g, a, h, h0, da, db, dh0, *scratch(da, True), reverse)
+    kernels.launch("scan_backward", a.device, g, a, h, h0, da, db, dh0, *scratch(da), reverse)
 
 
 def cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reverse: bool = False) -> Counts:
