@@ -64,7 +64,7 @@ __device__ __forceinline__ To bits_of(const From& from) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a piece of time makes of the state before it.
 template <typename Sum>
-struct Map {
+struct alignas(2 * sizeof(Sum)) Map {
   Sum a = 1, b = 0;  // of no step
 
   // b is where the piece leads from 0, also if a, a product, has overflowed: infinity times 0 would be NaN.
@@ -115,6 +115,7 @@ struct Place {
   __device__ __forceinline__ void tell(Flag flag) const {
     __syncwarp();  // all lanes have written
     if (lane_id() == 0) store_release(&flags[tile], flag);
+    __syncwarp();  // and they go on together
   }
 
   // By one warp: the newest tile before this one that has told its state; all since then have told their maps.
@@ -376,7 +377,7 @@ struct Row {
   }
 
   // In the order of time from that of memory, and back.
-  static __device__ __forceinline__ Items in_time(const Items& items) {
+  static __device__ __forceinline__ Items in_time(Items items) {
     Items result;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP >= 0 ? i : WIDE<T> - 1 - i];
@@ -461,7 +462,10 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
   }
   __syncthreads();  // the state before the tile is there
   Sum state = of_tile.before;
-  for (int warp = 0; warp < warp_id(); ++warp) state = of_warps[warp](state);
+  for (int warp = 0; warp < warp_id(); ++warp) {
+    const Map<Sum> map = of_warps[warp];
+    state = map(state);
+  }
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
     const Map<Sum> older = shuffle_up(upto[v], 1);

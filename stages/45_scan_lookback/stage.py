@@ -1,5 +1,6 @@
 """Stage 45: the first-order scan in one pass, tiles of time handing on their state."""
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -59,12 +60,76 @@ def launch_backward(
     kernels.launch("scan_backward", a.device, g, a, h, h0, da, db, dh0, *scratch(da), reverse)
 
 
+def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writes: int) -> Counts:
+    """What blocks move that run one after another: each finds the state of the tile before it.
+
+    The backward, of three reads, has no h before the first step, and h0 instead.
+    """
+    backward = reads == 3
+    chains, tiles, _, steps = cut(B, T, D, itemsize, time_dim == 2)
+    twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words in shared memory, and of a map
+    maps, states = max(0, tiles - 2), tiles - 1  # told by all tiles but the last, and no map by the first
+    flags = sum(sectors(LINE + chain * tiles, tile) for chain in range(chains) for tile in range(1, tiles))
+    if time_dim == 1:
+        warps, each = 1, max(itemsize, 4)  # sectors of what all lanes tell
+        vectors = T * itemsize // 16  # requests for a tensor, of 16 bytes a lane
+        lines = max(1, itemsize // 4)  # of 128 bytes in a row, which the lanes of a copy take one after the other
+        copies = (reads * T - backward) * lines
+        starts, start, after, ends = 1, itemsize, 0, itemsize  # h0 where it is needed, and dh0
+        barriers = 1
+        loads = (5 if backward else 4) * T * twice + writes * 4 * vectors
+        stores = (writes * T + backward) * twice
+    else:
+        warps, each = steps * itemsize // (GROUPS * 512), 1
+        vectors = T * itemsize // 512
+        copies = reads * vectors * 4
+        starts, after, ends = (tiles * warps, tiles * warps - 1, 1) if backward else (warps, 0, 0)
+        start = starts
+        barriers = 3
+        # Lanes read their own groups twice, but h once; warps the maps of those before them, the first one all maps.
+        loads = (5 if backward else 4) * 4 * vectors + tiles * (warps * (warps + 1) // 2 * twice)
+        loads += tiles * warps * (2 if backward else 1)  # the states around the tile
+        stores = tiles * (warps + 1)
+    missing = (itemsize if time_dim == 1 else 0) * backward  # sectors of the h that is not there
+    return Counts(
+        load_requests=chains * (reads * vectors + starts + after + 2 * states),
+        load_sectors=chains * (reads * T * sector(itemsize, time_dim) - missing + start + after + states * each)
+        + flags,
+        store_requests=chains * (writes * vectors + (1 if backward else 0) + 3 * maps + 2 * states),
+        store_sectors=chains
+        * (
+            writes * T * sector(itemsize, time_dim)
+            + (ends if backward else 0)
+            + maps * (2 * each + 1)
+            + states * (each + 1)
+        ),
+        atomic_requests=chains * tiles,
+        atomic_sectors=chains * tiles,
+        shared_copy_wavefronts=chains * copies,
+        shared_load_wavefronts=chains * (loads + tiles * warps),
+        shared_store_wavefronts=chains * (stores + tiles),
+        barriers=barriers * chains * tiles,
+    )
+
+
+def sector(itemsize: int, time_dim: int) -> Fraction:
+    """Of a step of a chain: a strip's channels, or one word."""
+    return Fraction(itemsize * (STRIP if time_dim == 1 else 1), SECTOR)
+
+
+def sectors(first: int, tile: int) -> int:
+    """Of the flags of up to 32 tiles before a tile, where the flags of its chain begin at the word `first`."""
+    return (first + tile - 1) * 4 // SECTOR - (first + max(0, tile - 32)) * 4 // SECTOR + 1
+
+
 def cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reverse: bool = False) -> Counts:
-    return Counts()
+    """A step needs a and b, and gives h."""
+    return moved(B, T, D, itemsize, time_dim, reads=2, writes=1)
 
 
 def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reverse: bool = False) -> Counts:
-    return Counts()
+    """A step needs g, a and the h before it, and gives da and db."""
+    return moved(B, T, D, itemsize, time_dim, reads=3, writes=2)
 
 
 stage = Stage(
@@ -72,8 +137,9 @@ stage = Stage(
     family=scan,
     lesson="one pass, tiles look back for the state: tickets, release and acquire",
     cost=cost,
-    aligned=(1, 1024, 32),
-    registers=255,
+    aligned=(1, 1024, 64),
+    registers=128,
+    bench={"cpu": ((1, 4096, 64),), "cuda": ((1, 65536, 1024), (8, 8192, 1536))},
     options=({}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
     define={"launch": launch, "launch_backward": launch_backward},
 )
