@@ -5,25 +5,25 @@
 //           da[t] = lambda[t] h[t - 1],  dh0 = a[0] lambda[0].
 // Before    In stages 40 to 44 one block goes through all of a channel's time, so that a few long rows leave most of the
 //           card idle. To cut time between blocks took two more launches, or to read a and b twice.
-// Idea      A tile of time is a block's. It reads its steps once and keeps them in registers; it tells their map, state ->
-//           a state + b, before it knows the state; it looks back over the tiles before it to the newest one that has
-//           told its state, takes the maps from there on, and tells its own state. Nobody waits for a chain of blocks:
-//           maps are there as soon as tiles are read (Merrill and Garland, Single-pass parallel prefix scan with
-//           decoupled look-back, 2016).
-//           Progress: blocks take tiles by a ticket, in the order in which they begin, a chain's tiles from the first to
-//           the last. So a block waits only for blocks that run already; the oldest of those waits for nobody.
-//           Repeatable: how far it looks back is chance. So maps are never combined with each other, but applied to the
-//           state, one after the other: the same operations in the same order, from wherever it is that they begin.
-//           That costs a multiplication and an addition a tile, one after the other, beside the wait for memory.
-// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, a warp's; lane: 4 bytes of each step,
-//           1 channel or 2; tile: STEPS steps. With time_dim=2 one channel; lane: GROUPS times 16 bytes of steps;
-//           tile: up to WARPS warps, fewer if T is small.
-// Cost      float32, N = B T D elements, C = B D channels, R tiles in a chain, each of which finds the state of the one
-//           before it, as when blocks run one after another; every word of a, b, h, g, da, db moves once, and
-//             told                  3 N / STEPS words with time_dim=1, 3 C R with time_dim=2, but for the last tiles;
-//                                   N / STEPS read, or C R, and twice as many for each tile more that is looked back
-//             flags                 2 stores and one load of up to 32 a tile, and one atomic for its ticket
-// Limits    A chain of one tile is what stages 41 and 44 do better. A channel alone as [B, T, 1] is one lane's: as
+// Idea      A tile of time is a block's. It reads its steps once and keeps them in shared memory; it tells what they make
+//           of any state, their map a state + b; it looks back to the newest tile that has told the state after it, and
+//           applies the maps since then. So nobody waits for a whole chain of blocks: maps are told as soon as they are
+//           read (Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016).
+//           Progress: blocks take tiles by a ticket, so in the order in which they begin, and a chain's from the first to
+//           the last. A block waits only for blocks that run already, and the oldest of those waits for nobody.
+//           Repeatable: how far a block looks back is chance, so maps of tiles are never combined with each other, but
+//           applied to the state one by one: wherever that begins, the same operations in the same order. It costs one
+//           multiplication and addition after the other, 4 cycles a tile, where a tree would take log2 of them.
+// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, which is a warp's: a lane walks through
+//           one channel of STEPS steps. With time_dim=2 one channel: a lane has GROUPS times 16 bytes of steps, joined as
+//           in stage 44; a tile is up to WARPS warps, fewer if so few would have work.
+// Cost      float32, N = B T D elements, chains of R tiles, all blocks one after another, so that the tile before has told
+//           the state; each word of a, b, h, g, da, db moves once as in stages 41 and 44, 16 bytes a lane, and besides
+//             told    3 words a tile and channel are stored, 1 is read; 2 more are read for each tile more looked back:
+//                     3 / 64 of the words of a strip's tile, hardly any of a row's
+//             flags   2 stores of one word and one load of up to 32 words a tile; and one atomic, the ticket
+//             barriers  1 a tile of a strip, 3 a tile of a row
+// Limits    Chains of one tile are what stages 41 and 44 are there for. A channel alone as [B, T, 1] is one lane's: as
 //           [B, 1, T] it is a block's. Products of a above 3e38 in a tile are infinite, whatever b was.
 // Run       python -m stages run 45
 
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(32)
 
   Map<Sum> map;
   if (own) {
-    if (first && rows > 0) h_tile[rows - 1][lane] = start;  // there is no h before the first step
+    if (first) h_tile[rows - 1][lane] = start;  // there is no h before the first step
 #pragma unroll 16
     for (int r = 0; r < rows; ++r) {
       const Sum a_now = Sum(a_tile[r][lane]);
@@ -477,7 +477,7 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
 
 // grid (chains * tiles), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 2)
+__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
     scan_rows(View<const T, 3> a,              // [batch, seq, channels]
               View<const T, 3> b,              // [batch, seq, channels]
               View<const T, 2> h0,             // [batch, channels], or empty
@@ -531,7 +531,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 2)
 // Time is turned around as in scan_strips_backward.
 // grid (chains * tiles), block (32 W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 2)
+__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
     scan_rows_backward(View<const T, 3> g,              // [batch, seq, channels]
                        View<const T, 3> a,              // [batch, seq, channels]
                        View<const T, 3> h,              // [batch, seq, channels]
@@ -617,7 +617,7 @@ void check(const View<T, 3>& x, const View<float, 1>& words, const View<Accumula
 // As many warps as let the tiles that there are hold all steps.
 template <typename T>
 dim3 row_block(int64_t seq, int64_t tiles) {
-  return dim3(unsigned(32 * max(ceil_div(ceil_div(seq, GROUPS * 32 * WIDE<T>), tiles), int64_t(1))));
+  return dim3(unsigned(32 * ceil_div(ceil_div(seq, GROUPS * 32 * WIDE<T>), max(tiles, int64_t(1)))));
 }
 
 void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, Output<4> told, bool reverse,
