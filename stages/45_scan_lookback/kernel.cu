@@ -62,13 +62,15 @@ __device__ __forceinline__ To bits_of(const From& from) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a piece of time makes of the state before it.
+// What a piece of time makes of the state before it. The product is kept in double: rounded to float at each step, with a
+// a little below 1, it always loses to the same side, and a thousand tiles add that up.
 template <typename Sum>
-struct alignas(2 * sizeof(Sum)) Map {
-  Sum a = 1, b = 0;  // of no step
+struct alignas(16) Map {
+  double a = 1;
+  Sum b = 0;  // of no step
 
   // b is where the piece leads from 0, also if a, a product, has overflowed: infinity times 0 would be NaN.
-  __device__ __forceinline__ Sum operator()(Sum state) const { return state == 0 ? b : a * state + b; }
+  __device__ __forceinline__ Sum operator()(Sum state) const { return state == 0 ? b : Sum(a) * state + b; }
 };
 
 // Two pieces, the older one first: not the same as the other way round.
@@ -203,7 +205,7 @@ __device__ __forceinline__ Sum look_back(const Place<Sum>& place, Map<Sum> own, 
   Sum state = first;
   if (place.tile > 0) {
     if (!place.last()) {
-      told(place.tile, A) = own.a, told(place.tile, B) = own.b;
+      told(place.tile, A) = Sum(own.a), told(place.tile, B) = own.b;
       place.tell(MAP);
     }
     const int64_t known = place.newest_state();
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(32) scan_strips(View<const T, 3> a,           
 #pragma unroll 16
     for (int r = 0; r < h_strip.rows; ++r) {
       const Sum a_now = Sum(a_tile[r][lane]);
-      map = {a_now * map.a, a_now * map.b + Sum(b_tile[r][lane])};
+      map = {double(a_now) * map.a, a_now * map.b + Sum(b_tile[r][lane])};
     }
   }
   state = look_back(place, map, state);
@@ -311,7 +313,7 @@ __global__ void __launch_bounds__(32)
 #pragma unroll 16
     for (int r = 0; r < rows; ++r) {
       const Sum a_now = Sum(a_tile[r][lane]);
-      map = {a_now * map.a, a_now * (Sum(g_tile[r][lane]) + map.b)};
+      map = {double(a_now) * map.a, a_now * (Sum(g_tile[r][lane]) + map.b)};
     }
   }
   Sum carry = look_back(place, map, Sum(0));
@@ -413,7 +415,7 @@ __device__ __forceinline__ Around<Sum> look_back_by_warp(const Place<Sum>& place
   Sum state = first;
   if (place.tile > 0) {
     if (!place.last()) {
-      if (lane_id() == 0) told(place.tile, A) = own.a, told(place.tile, B) = own.b;
+      if (lane_id() == 0) told(place.tile, A) = Sum(own.a), told(place.tile, B) = own.b;
       place.tell(MAP);
     }
     const int64_t known = place.newest_state();
@@ -508,7 +510,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
     const Items a_now = a_row.in_time(a_tile[v * 32]), b_now = b_row.in_time(b_tile[v * 32]);
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own[v] = {Sum(a_now[i]) * own[v].a, Sum(a_now[i]) * own[v].b + Sum(b_now[i])};
+      own[v] = {double(Sum(a_now[i])) * own[v].a, Sum(a_now[i]) * own[v].b + Sum(b_now[i])};
     }
   }
   Sum before[GROUPS];
@@ -568,7 +570,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
     const Items g_now = g_row.in_time(g_tile[v * 32]), a_now = a_row.in_time(a_tile[v * 32]);
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
-      own[v] = {Sum(a_now[i]) * own[v].a, Sum(a_now[i]) * (Sum(g_now[i]) + own[v].b)};
+      own[v] = {double(Sum(a_now[i])) * own[v].a, Sum(a_now[i]) * (Sum(g_now[i]) + own[v].b)};
     }
   }
   Sum before[GROUPS];

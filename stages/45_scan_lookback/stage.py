@@ -70,7 +70,7 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
     """
     backward = reads == 3
     chains, tiles, _, steps = cut(B, T, D, itemsize, time_dim == 2)
-    twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words in shared memory, and of a map
+    twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words in shared memory
     maps, states = max(0, tiles - 2), tiles - 1  # told by all tiles but the last, and no map by the first
     flags = sum(sectors(LINE + chain * tiles, tile) for chain in range(chains) for tile in range(1, tiles))
     if time_dim == 1:
@@ -89,10 +89,10 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
         starts, after, ends = (tiles * warps, tiles * warps - 1, 1) if backward else (warps, 0, 0)
         start = starts
         barriers = 3
-        # Lanes read their own groups twice, but h once; warps the maps of those before them, the first one all maps.
-        loads = (5 if backward else 4) * 4 * vectors + tiles * (warps * (warps + 1) // 2 * twice)
+        # Lanes read their own groups twice, but h once; a warp the maps, 16 bytes, of those before it, the first one all.
+        loads = (5 if backward else 4) * 4 * vectors + tiles * warps * (warps + 1)
         loads += tiles * warps * (2 if backward else 1)  # the states around the tile
-        stores = tiles * (warps + 1)
+        stores = tiles * (warps * (1 if itemsize == 8 else 2) + 1)
     missing = (itemsize if time_dim == 1 else 0) * backward  # sectors of the h that is not there
     return Counts(
         load_requests=chains * (reads * vectors + starts + after + 2 * states),
