@@ -65,7 +65,7 @@ __device__ __forceinline__ To bits_of(const From& from) {
 // What a piece of time makes of the state before it. The product is kept in double: rounded to float at each step, with a
 // a little below 1, it always loses to the same side, and a thousand tiles add that up.
 template <typename Sum>
-struct alignas(16) Map {
+struct Map {
   double a = 1;
   Sum b = 0;  // of no step
 
@@ -440,7 +440,8 @@ __device__ __forceinline__ Around<Sum> look_back_by_warp(const Place<Sum>& place
 template <typename Sum>
 __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<Sum> (&own)[GROUPS], Sum first,
                                              Sum (&before)[GROUPS]) {
-  __shared__ Map<Sum> of_warps[WARPS];
+  __shared__ double a_of_warps[WARPS];
+  __shared__ Sum b_of_warps[WARPS];
   __shared__ Around<Sum> of_tile;
   Map<Sum> upto[GROUPS], of_warp;  // the map of a group's lanes up to this one
   UNROLL
@@ -454,18 +455,20 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
     upto[v] = map;
     of_warp = combine(of_warp, shuffle(map, 31));
   }
-  if (lane_id() == 0) of_warps[warp_id()] = of_warp;
+  if (lane_id() == 0) a_of_warps[warp_id()] = of_warp.a, b_of_warps[warp_id()] = of_warp.b;
   __syncthreads();  // the maps of all warps are there
   if (warp_id() == 0) {
     Map<Sum> of_all;
-    for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) of_all = combine(of_all, of_warps[warp]);
+    for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) {
+      of_all = combine(of_all, Map<Sum>{a_of_warps[warp], b_of_warps[warp]});
+    }
     const Around<Sum> around = look_back_by_warp(place, of_all, first);
     if (lane_id() == 0) of_tile = around;
   }
   __syncthreads();  // the state before the tile is there
   Sum state = of_tile.before;
   for (int warp = 0; warp < warp_id(); ++warp) {
-    const Map<Sum> map = of_warps[warp];
+    const Map<Sum> map{a_of_warps[warp], b_of_warps[warp]};
     state = map(state);
   }
   UNROLL
