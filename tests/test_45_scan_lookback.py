@@ -52,7 +52,7 @@ class TestScanLookback(ScanCases):
             looked.add(told)
             seen = seen or results
             assert all(torch.equal(x, y) for x, y in zip(results, seen, strict=True))
-        assert len(looked) > 2
+        assert len(looked) > 1
 
     def test_the_same_on_several_cores(self):
         arguments = self.arguments((1, 9000, 2), time_dim=2)

@@ -442,8 +442,8 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
                                              Sum (&before)[GROUPS]) {
   __shared__ double a_of_warps[WARPS];
   __shared__ Sum b_of_warps[WARPS];
-  __shared__ Around<Sum> of_tile;
-  Map<Sum> upto[GROUPS], of_warp;  // the map of a group's lanes up to this one
+  __shared__ Sum state_before, state_after;  // the tile
+  Map<Sum> upto[GROUPS], of_warp;            // the map of a group's lanes up to this one
   UNROLL
   for (int v = 0; v < GROUPS; ++v) {
     Map<Sum> map = own[v];
@@ -463,10 +463,10 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
       of_all = combine(of_all, Map<Sum>{a_of_warps[warp], b_of_warps[warp]});
     }
     const Around<Sum> around = look_back_by_warp(place, of_all, first);
-    if (lane_id() == 0) of_tile = around;
+    if (lane_id() == 0) state_before = around.before, state_after = around.after;
   }
   __syncthreads();  // the state before the tile is there
-  Sum state = of_tile.before;
+  Sum state = state_before;
   for (int warp = 0; warp < warp_id(); ++warp) {
     const Map<Sum> map{a_of_warps[warp], b_of_warps[warp]};
     state = map(state);
@@ -477,7 +477,7 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
     before[v] = lane_id() > 0 ? older(state) : state;
     state = shuffle(upto[v], 31)(state);
   }
-  return of_tile.after;
+  return state_after;
 }
 
 // grid (chains * tiles), block (32 W)

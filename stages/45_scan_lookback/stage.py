@@ -92,7 +92,7 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
         # Lanes read their own groups twice, but h once; a warp the maps of those before it, the first one all.
         loads = (5 if backward else 4) * 4 * vectors + tiles * warps * (warps + 1)
         loads += tiles * warps * (2 if backward else 1)  # the states around the tile
-        stores = tiles * (2 * warps + 1)
+        stores = tiles * (2 * warps + 2)
     missing = (itemsize if time_dim == 1 else 0) * backward  # sectors of the h that is not there
     return Counts(
         load_requests=chains * (reads * vectors + starts + after + 2 * states),
