@@ -1,6 +1,5 @@
 """Stage 45: the first-order scan in one pass, tiles of time handing on their state."""
 
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -69,7 +68,7 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
     The backward, of three reads, has no h before the first step, and h0 instead.
     """
     backward = reads == 3
-    chains, tiles, _, steps = cut(B, T, D, itemsize, time_dim == 2)
+    chains, tiles, width, steps = cut(B, T, D, itemsize, time_dim == 2)
     twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words in shared memory
     maps, states = max(0, tiles - 2), tiles - 1  # told by all tiles but the last, and no map by the first
     flags = sum(sectors(LINE + chain * tiles, tile) for chain in range(chains) for tile in range(1, tiles))
@@ -93,19 +92,14 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
         loads = (5 if backward else 4) * 4 * vectors + tiles * warps * (warps + 1)
         loads += tiles * warps * (2 if backward else 1)  # the states around the tile
         stores = tiles * (2 * warps + 2)
+    whole = T * itemsize * width // SECTOR  # sectors of a tensor
     missing = (itemsize if time_dim == 1 else 0) * backward  # sectors of the h that is not there
     return Counts(
         load_requests=chains * (reads * vectors + starts + after + 2 * states),
-        load_sectors=chains * (reads * T * sector(itemsize, time_dim) - missing + start + after + states * each)
-        + flags,
+        load_sectors=chains * (reads * whole - missing + start + after + states * each) + flags,
         store_requests=chains * (writes * vectors + (1 if backward else 0) + 3 * maps + 2 * states),
         store_sectors=chains
-        * (
-            writes * T * sector(itemsize, time_dim)
-            + (ends if backward else 0)
-            + maps * (2 * each + 1)
-            + states * (each + 1)
-        ),
+        * (writes * whole + (ends if backward else 0) + maps * (2 * each + 1) + states * (each + 1)),
         atomic_requests=chains * tiles,
         atomic_sectors=chains * tiles,
         shared_copy_wavefronts=chains * copies,
@@ -113,11 +107,6 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
         shared_store_wavefronts=chains * (stores + tiles),
         barriers=barriers * chains * tiles,
     )
-
-
-def sector(itemsize: int, time_dim: int) -> Fraction:
-    """Of a step of a chain: a strip's channels, or one word."""
-    return Fraction(itemsize * (STRIP if time_dim == 1 else 1), SECTOR)
 
 
 def sectors(first: int, tile: int) -> int:
