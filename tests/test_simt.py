@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, name: str, folder: Path, flags=()) -> None:
         self.source = HERE / f"{name}.cu"
-        binding = HERE / ("faults.cpp" if name == "faults" else "operations.cpp")
+        binding = HERE / (f"{name}.cpp" if name in ("faults", "order") else "operations.cpp")
         self.lines = {}  # of the x-rayed module, by position
         self.paths = {
             variant: build.build_module(self.source, binding, variant, folder, flags) for variant in ("simt", "xray")
@@ -100,6 +100,11 @@ def copies(tmp_path_factory):
 @pytest.fixture(scope="module")
 def matrices(tmp_path_factory):
     yield Bench("matrices", tmp_path_factory.mktemp("matrices"))
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory):
+    yield Bench("order", tmp_path_factory.mktemp("order"))
 
 
 @pytest.fixture(autouse=True)
@@ -642,7 +647,7 @@ def test_rounding_to_tf32(matrices):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH")
-@pytest.mark.parametrize("name", ["copies", "matrices"])
+@pytest.mark.parametrize("name", ["copies", "matrices", "order"])
 def test_the_same_kernels_compile_for_gpus(name, tmp_path):
     targets = [flag for architecture in compilers.DEFAULT_ARCHITECTURES for flag in compilers.gencode(architecture)]
     flags = (*targets, *compilers.nvcc_host(), *check_cuda.STRICT, "-Xptxas=-v")
@@ -650,6 +655,197 @@ def test_the_same_kernels_compile_for_gpus(name, tmp_path):
     found = check_cuda.parse_ptxas(build.make(unit, build.Runner()))
     assert {kernel.architecture for kernel in found} == {"sm_80", "sm_90a"}
     assert not any(kernel.complaints(registers=64, spills=False) for kernel in found)
+
+
+# ---- order between blocks -------------------------------------------------------------------------------------------
+
+BLOCKS = 64  # threads of each
+RUNS = [(schedule, seed, workers) for schedule, seed in SCHEDULES for workers in (1, 2)]
+each_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r[0]}{r[1]} on {r[2]}")
+
+
+def place(bench, run, timeout=5.0) -> None:
+    for module in bench.modules.values():
+        module.configure(schedule=run[0], seed=run[1], workers=run[2], timeout=timeout)
+
+
+def ask(bench, name: str, x: torch.Tensor, blocks: int, size: int, variant="simt"):
+    """What a kernel of order.cu leaves in y and, from the x-ray, the recording."""
+    y, words = torch.full((size,), float("nan")), torch.zeros(2 * blocks + 8)
+    if variant == "simt":
+        bench.simt(name, x, y, words, blocks)
+        return y, None
+    recording, message = bench.xray(name, x, y, words, blocks)
+    assert message is None, (name, message)
+    return y, recording
+
+
+def ordered_result(name: str, x: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The truth of a kernel of order.cu; x holds small integers, so that every order of sums gives the same."""
+    rows = x.reshape(blocks, 64)
+    match name:
+        case "chain" | "fenced":
+            out = [rows[0]]
+            for row in rows[1:]:
+                out.append(row + out[-1].flip(0))
+            return torch.cat(out)
+        case "look_back":
+            return x.cumsum(0)
+        case "look_by_warp":
+            return torch.cat([x[:blocks], x[:blocks].cumsum(0)])
+        case "round":
+            states = [rows]
+            for _ in range(5):
+                states.append(states[-1].roll(65) + 1)
+            return torch.cat([states[4].reshape(-1), states[5].reshape(-1)])
+        case "in_place":
+            for _ in range(3):
+                rows = rows.roll(-1, 0) + rows.roll(-2, 0)
+            return rows.reshape(-1)
+        case "write_before_release":
+            return x[:1].expand(blocks)
+        case "handed_through":
+            return torch.cat([rows[0], rows[0].flip(0).repeat(blocks - 1)])
+        case "inside":
+            return x[:blocks].repeat_interleave(2)
+    raise KeyError(name)
+
+
+ORDERED = "chain fenced look_back look_by_warp round in_place write_before_release handed_through inside".split()
+DISORDERED = {  # kernel: names at the lines of which it is told
+    "chain_no_release": ["chain_no_release", "chain_no_barrier"],
+    "chain_no_acquire": ["chain_no_acquire", "chain_no_barrier"],
+    "chain_no_barrier": ["chain_no_barrier"],
+    "chain_none_after": ["chain_none_after"],
+    "fenced_once": ["fenced_once"],
+    "fenced_after": ["fenced_after"],
+    "warp_no_acquire": ["warp_no_acquire"],
+    "round_no_fence": ["round"],
+    "round_no_acquire": ["round"],
+    "round_none_before": ["round"],
+    "round_none_after": ["round"],
+    "in_place_one_barrier": ["in_place_one_barrier"],
+    "write_after_release": ["write_after_release"],
+    "read_before_acquire": ["read_before_acquire"],
+}
+WAITING = ["never_written", "all_need_all", "plain_spin"]
+
+
+def test_every_kernel_of_order_is_tested(order):
+    assert sorted({*ORDERED, *DISORDERED, *WAITING}) == sorted(order.kernels)
+
+
+@each_run
+def test_blocks_that_wait_for_blocks(order, run):
+    """Right in every schedule, on one core and on two, and the x-ray has nothing to tell."""
+    place(order, run)
+    for name in ORDERED:
+        for blocks in (2, 3, 33, 64):
+            x = torch.randint(-9, 9, (64 * blocks,), generator=torch.Generator().manual_seed(blocks)).float()
+            wanted = ordered_result(name, x, blocks)
+            for variant in ("simt", "xray") if blocks < 64 or run[0] == "random" else ("simt",):
+                y, recording = ask(order, name, x, blocks, len(wanted), variant)
+                assert torch.equal(y, wanted), (name, blocks, variant)
+                assert not (recording and recording["faults"]), (name, blocks, recording["faults"])
+
+
+@each_run
+def test_far_more_blocks_than_may_wait(order, run):
+    """Blocks that take numbers need only those that began before them: any number of them ends."""
+    place(order, run, timeout=20.0)
+    blocks = 2000
+    x = torch.randint(-9, 9, (64 * blocks,), generator=torch.Generator().manual_seed(0)).float()
+    for name in ("fenced", "look_back"):
+        assert torch.equal(ask(order, name, x, blocks, 64 * blocks)[0], ordered_result(name, x, blocks))
+
+
+@each_run
+def test_what_does_not_order_blocks_is_told_with_its_line(order, run):
+    place(order, run)
+    for name, places in DISORDERED.items():
+        blocks = 3 if name.startswith(("chain", "fenced", "round", "in_place")) else 2
+        _, recording = ask(order, name, torch.ones(64 * blocks), blocks, 2 * 64 * blocks, "xray")
+        races = [fault for fault in recording["faults"] if fault["kind"] == "block race"]
+        lines = {line for fault in races for line in (fault["line"], fault["other_line"])}
+        assert lines >= {order.line_of(where) for where in places}, (name, recording["faults"])
+        assert all(fault["block"] != fault["other_block"] for fault in races)
+
+
+def test_the_random_schedule_parts_the_steps_of_a_protocol(order):
+    """A block finds others' own sums, not only sums of all before: it is let in between, on one core, too."""
+    x, loads = torch.ones(64 * 40), set()
+    for seed in range(8):
+        place(order, ("random", seed, 1))
+        _, recording = ask(order, "look_back", x, 40, 64 * 40, "xray")
+        _, again = ask(order, "look_back", x, 40, 64 * 40, "xray")
+        assert again["sites"] == recording["sites"]  # the same seed, the same run
+        (look,) = (s for s in only(recording["sites"], "global", "load") if s["size"] == 8)
+        loads.add(look["requests"])
+    assert max(loads) > 39 and len(loads) > 1
+
+
+def test_counts_of_release_and_acquire(order):
+    """In the forward schedule no block has to wait: each acquire is a load of one sector, each release a store."""
+    place(order, ("forward", 0, 1))
+    _, recording = ask(order, "chain", torch.ones(64 * 5), 5, 64 * 5, "xray")
+    text = order.source.read_text().splitlines()
+    sites = {re.search("load_acquire|store_release|$", text[s["line"] - 1])[0]: s for s in recording["sites"]}
+    for name, op, count in (("load_acquire", "load", 4), ("store_release", "store", 5)):
+        site = sites[name]
+        assert (site["op"], site["space"], site["tensor"], site["size"]) == (op, "global", 2, 4)
+        assert (site["requests"], site["sectors"], site["lanes"]) == (count, count, count)
+    _, recording = ask(order, "fenced", torch.ones(64 * 5), 5, 64 * 5, "xray")
+    assert sum(s["requests"] for s in only(recording["sites"], "global", "atomic")) == 5 + 4 + 5
+
+
+@each_run
+@pytest.mark.parametrize("variant", ["simt", "xray"])
+def test_waiting_for_ever_is_an_error(order, run, variant):
+    at = {name: rf"order\.cu:{order.line_of(name)}" for name in WAITING}
+    cases = [
+        ("never_written", 4, rf"deadlock: .*in a loop at .*{at['never_written']}.*so do all blocks that have not "
+         r"ended, 2 of 4: what they wait for was never written"),
+        ("never_written", 2, r"what they wait for was never written"),
+        ("all_need_all", BLOCKS + 6, rf"deadlock: .*in a loop at .*{at['all_need_all']}.*so do all {BLOCKS} blocks "
+         rf"that have begun and not ended, and 6 never began: at most {BLOCKS} blocks may wait"),
+    ]  # fmt: skip
+    module = order.modules[variant]
+    assert module.info()["resident_blocks"] == BLOCKS
+    place(order, run, timeout=0.3)
+    for name, blocks, says in cases:
+        arguments = (name, torch.ones(64 * blocks), torch.zeros(64 * blocks), torch.zeros(8), blocks)
+        with pytest.raises(RuntimeError, match=says):
+            call(module, "run", arguments)
+    place(order, run)
+    x = torch.ones(64 * BLOCKS)  # as many as may wait, and the device works on
+    call(module, "run", ("all_need_all", x, torch.zeros(64 * BLOCKS), torch.zeros(8), BLOCKS))
+    assert torch.equal(ask(order, "round", x, BLOCKS, 128 * BLOCKS)[0], ordered_result("round", x, BLOCKS))
+
+
+def test_a_plain_spin_is_told(order):
+    """The block that is waited for never gets the core: an error with the line. Where it came first: a race."""
+    x, line = torch.ones(64), order.line_of("plain_spin")
+    for variant in ("simt", "xray"):
+        place(order, ("forward", 0, 1), timeout=0.3)
+        with pytest.raises(RuntimeError, match=r"timeout: thread \(0, 0, 0\) ran for 0.3 s at ") as caught:
+            call(order.modules[variant], "run", ("plain_spin", x, torch.zeros(64), torch.zeros(8), 2))
+        assert f"order.cu:{line}" in symbols.resolve(str(caught.value), order.paths[variant])
+    place(order, ("reverse", 0, 1))
+    _, recording = ask(order, "plain_spin", x, 2, 2, "xray")
+    assert ("block race", line) in {(fault["kind"], fault["line"]) for fault in recording["faults"]}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupt_while_blocks_wait(order, workers):
+    place(order, ("forward", 0, workers), timeout=30.0)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        order.simt("never_written", torch.ones(64), torch.zeros(64 * 40), torch.zeros(8), 40)
+    assert time.monotonic() - begin < 3
+    x = torch.ones(64 * 4)
+    assert torch.equal(ask(order, "chain", x, 4, 256)[0], ordered_result("chain", x, 4))
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------

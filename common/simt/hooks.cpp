@@ -44,8 +44,46 @@ void record_range(const void* address, size_t size, const void* pc, Op op) {
 
 }  // namespace
 
-void log_atomic(const void* address, int size, const void* caller) {
-  record(address, caller, Op::atomic, size == 8 ? 3 : size == 4 ? 2 : 1);
+bool log_atomic(const void* address, int size, const void* caller) {
+  record(address, caller, Op::atomic, size == 8 ? 3 : 2);
+  Here* place = here();
+  return place->log && hold_word(*place->worker, address);
+}
+void atomic_done(const void* address, bool stored) {
+  xray_handed_on(address, stored ? Handing::atomic : Handing::atomic_load);
+}
+
+namespace {
+
+// Returns when all lanes of the warp wait, and what they did is counted.
+void catch_up(Worker& worker) {
+  Warp& warp = worker.warps[worker.warp];
+  warp.catching_up |= 1u << worker.lane;
+  warp.runnable &= ~(1u << worker.lane);
+  yield(worker);
+}
+
+bool log_ordered(const void* address, int size, Op op, const void* caller) {
+  Worker& worker = *here()->worker;
+  probe(address);
+  catch_up(worker);
+  append(uintptr_t(address), caller, op, size == 8 ? 3 : 2);
+  return follow_word(worker, address, make_key(uint32_t(uintptr_t(caller) - code_base), op, size == 8 ? 3 : 2));
+}
+
+}  // namespace
+
+bool xray_acquires(const void* address, int size, const void* caller) {
+  return log_ordered(address, size, Op::acquire, caller);
+}
+bool xray_releases(const void* address, int size, const void* caller) {
+  return log_ordered(address, size, Op::release, caller);
+}
+void xray_fence() {
+  if (!order_is_kept) return;
+  Worker& worker = *here()->worker;
+  catch_up(worker);
+  fence_order(worker);
 }
 
 void xray_copy(const void* to, const void* from, int size, bool inside, const void* caller) {

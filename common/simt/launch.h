@@ -8,6 +8,10 @@
 
 namespace simt {
 
+// So many blocks of a launch may wait for one another: a block that waits keeps its place, and the next one begins,
+// until so many have begun and not ended. (A GPU keeps as many as its multiprocessors hold.)
+constexpr int RESIDENT_BLOCKS = 64;
+
 struct Launch {
   const char* kernel;
   dim3 grid, block;

@@ -8,13 +8,13 @@ namespace simt {
 constexpr int LOG_ROWS =
     64;  // accesses a lane may log before the others catch up; 32 lanes' logs fit a first-level cache
 
-// A log entry's key: where in the module, what, how wide. The place is 26 bits, modules are far below 64 MiB.
+// A log entry's key: where in the module, what, how wide. The place is 25 bits, modules are far below 32 MiB.
 constexpr uint32_t make_key(uint32_t place, Op op, int log_size) {
-  return place << 6 | uint32_t(op) << 3 | uint32_t(log_size);
+  return place << 7 | uint32_t(op) << 3 | uint32_t(log_size);
 }
-inline Op op_of(uint32_t key) { return Op(key >> 3 & 7); }
+inline Op op_of(uint32_t key) { return Op(key >> 3 & 15); }
 inline int size_of(uint32_t key) { return 1 << (key & 7); }
-inline uint64_t pc_of(uint32_t key) { return key >> 6; }
+inline uint64_t pc_of(uint32_t key) { return key >> 7; }
 
 // Of a copy_load and a matrix_load a lane may read nothing; it says so in the topmost bit of the address, which no
 // address needs.
@@ -29,5 +29,11 @@ struct Lane {
 };
 
 extern uintptr_t code_base;  // of the module, for the keys
+
+// Of what orders blocks. (xray.cpp)
+extern bool order_is_kept;  // the module has kernels that do: common/ordering.h is included
+bool follow_word(Worker& worker, const void* address, uint32_t key);
+bool hold_word(Worker& worker, const void* address);
+void fence_order(Worker& worker);
 
 }  // namespace simt

@@ -100,7 +100,8 @@ void simt_bind(py::module_& m) {
 #endif
         return py::dict("workers"_a = simt::worker_limit(), "warp_size"_a = 32,
                         "max_threads_per_block"_a = simt::MAX_THREADS, "max_shared_bytes"_a = simt::MAX_SHARED,
-                        "stack_bytes"_a = simt::STACK_SIZE, "compiler"_a = compiler);
+                        "stack_bytes"_a = simt::STACK_SIZE, "resident_blocks"_a = simt::RESIDENT_BLOCKS,
+                        "compiler"_a = compiler);
       },
       "Facts of the CPU device.");
   m.def("xray_start", simt::xray_start, "Starts a recording; the first `trace` requests are kept one by one.",

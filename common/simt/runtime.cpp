@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 extern "C" {
@@ -115,7 +116,7 @@ uintptr_t stacks_low = 0, stacks_high = 0;
 
 namespace {
 
-constexpr int MAX_WORKERS = 64;
+constexpr int MAX_WORKERS = 2 * RESIDENT_BLOCKS;                // of all launches together
 constexpr size_t SLAB_SIZE = size_t(MAX_THREADS) * STACK_SIZE;  // the stacks of a worker
 constexpr size_t LARGE_PAGES = size_t(16) << 20;                // of them: 256 stacks, the usual block
 Worker* worker_of_slab[MAX_WORKERS];
@@ -190,14 +191,14 @@ Worker* worker_at(uintptr_t sp) {
 }
 
 // ---- the scheduler of a block -------------------------------------------------------------------------------------
-namespace {
-
 uint64_t next_random(uint64_t& state) {  // splitmix64
   uint64_t z = state += 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
   return z ^ z >> 31;
 }
+
+namespace {
 
 int pick(Worker& worker, unsigned candidates) {
   switch (config.order) {
@@ -284,7 +285,7 @@ void release_barrier(Worker& worker) {
     if (worker.warps[w].alive) worker.runnable_warps |= 1u << w;
   }
   ++worker.barriers;
-  ++worker.switches;
+  increment(worker.switches);
   // A block may last: now and then its launcher looks whether it is still wanted.
   if (worker.ask && worker.barriers % 64 == 0 && Clock::now() - worker.asked > ASK_EVERY) worker.pause_due = true;
 }
@@ -313,7 +314,7 @@ bool complete_meetings(Worker& worker, int w) {
     if (thread.operation) thread.operation(arguments, needed);
     else if (worker.xray) xray_sync_warp(worker, w, needed);
     ++worker.warp_syncs;
-    ++worker.switches;
+    increment(worker.switches);
     warp.meeting &= ~group;
     warp.runnable |= group;
     progress = true;
@@ -338,6 +339,12 @@ bool choose(Worker& worker) {
       worker.runnable_warps |= 1u << worker.warp;
       continue;
     }
+    if (warp.catching_up) {
+      warp.runnable = warp.catching_up;
+      warp.catching_up = 0;
+      worker.runnable_warps |= 1u << worker.warp;
+      continue;
+    }
     if (warp.meeting && complete_meetings(worker, worker.warp)) continue;
     if (worker.runnable_warps) {
       worker.warp = pick(worker, worker.runnable_warps);
@@ -359,15 +366,11 @@ bool choose(Worker& worker) {
     }
     if (spinning) {
       worker.warp = pick(worker, worker.runnable_warps);
-      // Everyone waits for a change, which may still come from a block on another core: but not for ever.
-      if (worker.spins_watched != worker.switches) {
-        worker.spins_watched = worker.switches;
-        worker.spins_since = std::chrono::steady_clock::now();
-      }
-      if (++worker.spins % 64) continue;
-      std::this_thread::yield();
-      const auto waited = std::chrono::steady_clock::now() - worker.spins_since;
-      if (std::chrono::duration<double>(waited).count() < config.timeout) continue;
+      // Everyone waits for a change, which another block may bring. (An atomic that changed nothing may be no wait.)
+      increment(worker.spins);
+      if (worker.waits_for_blocks || worker.spins % 64 == 0) worker.pause_due = worker.gives_way = true;
+      worker.waits_for_blocks = false;
+      continue;
     }
     worker.fault = head(worker) + "deadlock: " + who_waits(worker);
     return false;
@@ -420,7 +423,7 @@ void thread_main() {
     warp.runnable &= ~(1u << worker.lane);
     warp.alive &= ~(1u << worker.lane);
     --worker.alive;
-    ++worker.switches;
+    increment(worker.switches);
     void* to = worker.main_sp;
     if (choose(worker)) {
       to = worker.current().sp;
@@ -437,17 +440,13 @@ void thread_main() {
 [[gnu::noinline]] void yield(Worker& worker) {
   Thread& thread = worker.current();
   void* to = worker.main_sp;
-  if (choose(worker)) {
+  if (choose(worker) && !worker.pause_due) {
     Thread& next = worker.current();
     if (&next == &thread) return;
     if (!next.sp) next.sp = fresh_stack(worker);
     to = next.sp;
   }
-  if (worker.pause_due) {
-    worker.resume_sp = to;
-    to = worker.main_sp;
-  }
-  simt_switch(&thread.sp, to);
+  simt_switch(&thread.sp, to);  // where a pause is due run_block goes on, with the thread that was chosen
 }
 
 namespace {
@@ -513,19 +512,20 @@ void meet_and_order(unsigned mask, const char* what, const char* file, int line)
   meet(mask, nullptr, nullptr, what, file, line);
 }
 
-void spin(const void* caller) {
+void spin(const void* caller, bool for_blocks) {
   Worker& worker = *here()->worker;
   Thread& thread = worker.current();
   Warp& warp = worker.warps[worker.warp];
+  worker.waits_for_blocks |= for_blocks;
   thread.wait = Wait::spin;
   thread.caller = caller;
+  if (worker.looked) worker.looks[&thread - worker.threads] = {};
   warp.spinning |= 1u << worker.lane;
   warp.runnable &= ~(1u << worker.lane);
   yield(worker);
   thread.wait = Wait::nothing;
 }
 
-void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 unsigned active_mask() {
   const Worker& worker = *here()->worker;
   return worker.warps[worker.warp].alive;
@@ -548,7 +548,8 @@ std::condition_variable pool_changed;
 std::vector<std::unique_ptr<Worker>> pool;  // all that were ever made
 std::vector<Worker*> idle;
 
-Worker* take_worker(bool wait) {
+// The stacks of spare workers lie in small pages: there may be many, each with as much as its threads touched.
+Worker* take_worker(bool wait, bool spare) {
   std::unique_lock lock(pool_mutex);
   static std::once_flag once;
   std::call_once(once, reserve_stacks);
@@ -556,29 +557,40 @@ Worker* take_worker(bool wait) {
     if (!wait) return nullptr;
     pool_changed.wait(lock);
   }
-  if (idle.empty()) {
+  auto found = std::find_if(idle.rbegin(), idle.rend(), [&](const Worker* worker) { return worker->spare == spare; });
+  if (found == idle.rend() && pool.size() < MAX_WORKERS) {
     auto worker = std::make_unique<Worker>();
+    worker->spare = spare;
     worker->slab = reinterpret_cast<char*>(stacks_low + pool.size() * (SLAB_GUARD + SLAB_SIZE) + SLAB_GUARD);
     if (mprotect(worker->slab, SLAB_SIZE, PROT_READ | PROT_WRITE)) {
       throw std::runtime_error("the CPU device could not get memory for its stacks");
     }
-    madvise(worker->slab, LARGE_PAGES, MADV_HUGEPAGE);  // where the system has none, it goes on without
+    if (spare) madvise(worker->slab, SLAB_SIZE, MADV_NOHUGEPAGE);
+    else madvise(worker->slab, LARGE_PAGES, MADV_HUGEPAGE);  // where the system has none, it goes on without
     worker->free_stacks.reserve(MAX_THREADS);
     worker->dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, MAX_SHARED + 1024));
     worker_of_slab[pool.size()] = worker.get();
     pool.push_back(std::move(worker));
     return pool.back().get();
   }
-  Worker* worker = idle.back();
-  idle.pop_back();
+  if (found == idle.rend()) found = idle.rbegin();
+  Worker* worker = *found;
+  idle.erase(std::next(found).base());
   return worker;
 }
 
 void return_worker(Worker* worker) {
+  if (worker->spare) {  // the next launch that needs it may be long in coming: its stacks' memory goes back
+    madvise(worker->slab, SLAB_SIZE, MADV_DONTNEED);
+    worker->free_stacks.clear();
+    worker->stacks_made = 0;
+  }
   std::lock_guard lock(pool_mutex);
   idle.push_back(worker);
   pool_changed.notify_one();
 }
+
+}  // namespace
 
 // What one launch shares over its workers.
 struct Job {
@@ -586,13 +598,135 @@ struct Job {
   const std::vector<SharedVariable>& shared;
   std::atomic<uint64_t> next{0};
   std::atomic<bool> stop{false};
-  std::mutex mutex;
+  std::mutex mutex;  // of everything below
   std::string fault;
   bool was_interrupted = false;
-  uint64_t step = 1, start = 0;  // of the random order
+  uint64_t step = 1, start = 0;   // of the random order
+  uint64_t random = config.seed;  // who goes next
+  std::vector<Worker*> workers;   // each has a block, or looks for one
+  std::vector<Worker*> waiting;   // those whose block waits for others and has given its core away, the longest first
+  std::vector<std::thread> threads;
+  Clock::time_point looked = Clock::now();  // for blocks that wait for ever
+  int quiet = 0;                            // times in a row that none did anything else
 
   Job(const Launch& launch, const std::vector<SharedVariable>& shared) : launch(launch), shared(shared) {}
+  int running() const { return int(workers.size() - waiting.size()); }
+  uint64_t not_begun() const { return launch.blocks - std::min(launch.blocks, next.load()); }
+  void end() {
+    stop = true;
+    for (Worker* worker : waiting) worker->turn.notify_one();
+  }
 };
+
+namespace {
+
+// ---- blocks that wait for blocks ----------------------------------------------------------------------------------
+// A block that waits keeps its worker, with its stacks, its shared memory and its OS thread, which sleeps until it is
+// its turn again; its core goes to a block that has not begun, on a worker more, or else to the block that has waited
+// longest. So no more blocks run at once than there are cores to use, however many wait.
+
+void work(Job& job, Worker& worker, bool launching, uint64_t first);
+
+void enlist(Job& job, Worker& worker) {
+  job.workers.push_back(&worker);
+  worker.job = &job;
+  worker.has_turn = true;
+  worker.switches_seen = ~uint64_t(0);
+}
+
+bool begin_another(Job& job) {
+  if (!job.not_begun() || int(job.workers.size()) >= RESIDENT_BLOCKS) return false;
+  Worker* worker = take_worker(false, int(job.workers.size()) >= worker_limit());
+  if (!worker) return false;
+  enlist(job, *worker);
+  const uint64_t first = job.next.fetch_add(1, std::memory_order_relaxed);
+  try {
+    job.threads.emplace_back([&job, worker, first] {
+      work(job, *worker, false, first);
+      return_worker(worker);
+    });
+    return true;
+  } catch (const std::system_error&) {
+    job.workers.pop_back();
+    return_worker(worker);
+    job.fault = "the system has no thread for another block of kernel " + std::string(job.launch.kernel);
+    job.end();
+    return false;
+  }
+}
+
+// Puts all cores to use. (The mutex is held.)
+void fill_cores(Job& job) {
+  while (!job.stop && job.running() < worker_limit()) {
+    const bool random = config.order == Order::random && !job.waiting.empty();
+    if ((!random || next_random(job.random) % 4 == 0) && begin_another(job)) continue;
+    if (job.waiting.empty()) return;
+    const auto next = job.waiting.begin() + (random ? int64_t(next_random(job.random) % job.waiting.size()) : 0);
+    (*next)->has_turn = true;
+    (*next)->turn.notify_one();
+    job.waiting.erase(next);
+  }
+}
+
+// Has no block done anything for a while but look at what has not changed?
+bool is_stuck(Job& job) {
+  const auto now = Clock::now();
+  if (std::chrono::duration<double>(now - job.looked).count() < config.timeout / 3) return false;
+  job.looked = now;
+  bool quiet = true;
+  for (Worker* worker : job.workers) {
+    const uint64_t switches = worker->switches, spins = worker->spins;
+    const bool computes = worker->has_turn && spins == worker->spins_seen;
+    quiet = quiet && switches == worker->switches_seen && !computes;
+    worker->switches_seen = switches, worker->spins_seen = spins;
+  }
+  job.quiet = quiet ? job.quiet + 1 : 0;
+  return job.quiet == 2;
+}
+
+std::string who_else_waits(const Job& job) {
+  if (job.launch.blocks == 1) return "";
+  const std::string begun = std::to_string(job.workers.size());
+  if (const uint64_t left = job.not_begun()) {
+    return "; so do all " + begun + " blocks that have begun and not ended, and " + std::to_string(left) +
+           " never began: at most " + std::to_string(RESIDENT_BLOCKS) + " blocks may wait for one another here";
+  }
+  return "; so do all blocks that have not ended, " + begun + " of " + std::to_string(job.launch.blocks) +
+         ": what they wait for was never written";
+}
+
+// Lets other blocks run until it is this one's turn again. False: there is nothing to wait for (worker.fault).
+bool give_way(Worker& worker) {
+  Job& job = *worker.job;
+  std::unique_lock lock(job.mutex);
+  if (!job.stop && is_stuck(job)) {
+    worker.fault = head(worker) + "deadlock: " + who_waits(worker) + who_else_waits(job);
+    return false;
+  }
+  worker.has_turn = false;
+  job.waiting.push_back(&worker);
+  fill_cores(job);
+  if (worker.has_turn) {
+    lock.unlock();
+    std::this_thread::yield();  // to a block on another core, or another process
+    return true;
+  }
+  while (!worker.has_turn && !job.stop) {
+    worker.turn.wait_for(lock, ASK_EVERY);
+    if (!worker.ask) continue;
+    lock.unlock();
+    worker.was_interrupted = worker.ask();
+    lock.lock();
+    if (worker.was_interrupted) break;
+  }
+  std::erase(job.waiting, &worker);
+  const bool goes_on = worker.has_turn && !job.stop && !worker.was_interrupted;
+  worker.has_turn = true;
+  if (!goes_on) worker.fault = "the launch has ended";
+  return goes_on;
+}
+
+// ---- blocks one after another -------------------------------------------------------------------------------------
 
 uint64_t block_at(const Job& job, uint64_t i) {
   switch (config.order) {
@@ -617,6 +751,8 @@ void begin_block(Worker& worker, uint64_t block) {
   }
   worker.runnable_warps = worker.warp_count == 32 ? ~0u : (1u << worker.warp_count) - 1;
   for (int t = 0; t < worker.thread_count; ++t) worker.threads[t].sp = nullptr, worker.threads[t].wait = Wait::nothing;
+  if (worker.looked) std::fill_n(worker.looks, worker.thread_count, Looks());
+  worker.looked = false;
   worker.random = config.seed * 0x9e3779b97f4a7c15u + block;
   // Poison: what a kernel reads before anyone wrote it is NaN in every floating-point type.
   for (const auto& variable : *worker.shared) {
@@ -632,17 +768,24 @@ bool run_block(Worker& worker) {
   worker.warp = pick(worker, worker.runnable_warps);
   if (!choose(worker)) return true;
   simt_switch(&worker.main_sp, fresh_stack(worker));
-  while (worker.pause_due && worker.crash_signal < 0) {
+  while (worker.pause_due && worker.crash_signal < 0 && worker.fault.empty() && worker.alive) {
     worker.pause_due = false;
-    worker.asked = Clock::now();
-    if (worker.ask()) {
-      worker.was_interrupted = true;
-      worker.fault = "interrupted";
-      break;
+    if (worker.gives_way) {
+      worker.gives_way = false;
+      if (!give_way(worker)) break;
     }
-    if (worker.resume_sp == worker.main_sp) break;  // the block has ended meanwhile
-    simt_switch(&worker.main_sp, worker.resume_sp);
+    if (worker.ask && Clock::now() - worker.asked > ASK_EVERY) {
+      worker.asked = Clock::now();
+      if ((worker.was_interrupted = worker.ask())) {
+        worker.fault = "interrupted";
+        break;
+      }
+    }
+    Thread& next = worker.current();
+    if (!next.sp) next.sp = fresh_stack(worker);
+    simt_switch(&worker.main_sp, next.sp);
   }
+  worker.pause_due = worker.gives_way = worker.waits_for_blocks = false;
   if (worker.crash_signal >= 0) worker.fault = explain_crash(worker);
   if (worker.copies_used) drop_copies(worker);
   if (worker.fault.empty()) {
@@ -659,7 +802,8 @@ bool run_block(Worker& worker) {
   return false;
 }
 
-void work(Job& job, Worker& worker, bool launching, const std::function<void()>& after_first) {
+// Runs blocks, from that of index `first` on, until none is left.
+void work(Job& job, Worker& worker, bool launching, uint64_t first) {
   const Launch& launch = job.launch;
   worker.launch = &launch;
   worker.in_order = config.order == Order::forward;
@@ -676,30 +820,38 @@ void work(Job& job, Worker& worker, bool launching, const std::function<void()>&
 
   const auto begin = worker.asked = Clock::now();
   worker.ask = launching ? interrupted : nullptr;
-  worker.pause_due = worker.was_interrupted = false;
-  bool first = true;
-  while (!job.stop.load(std::memory_order_relaxed)) {
-    const uint64_t i = job.next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= launch.blocks) break;
+  worker.was_interrupted = false;
+  bool alone = launching;
+  for (uint64_t i = first; i < launch.blocks && !job.stop.load(std::memory_order_relaxed);
+       i = job.next.fetch_add(1, std::memory_order_relaxed)) {
     begin_block(worker, block_at(job, i));
     if (!run_block(worker)) {
       std::lock_guard lock(job.mutex);
       job.was_interrupted |= worker.was_interrupted;
       if (job.fault.empty()) job.fault = worker.fault;
-      job.stop = true;
+      job.end();
       break;
     }
     if (!launching) continue;
     const auto now = Clock::now();
-    if (first && now - begin > std::chrono::microseconds(20)) first = false, after_first();
+    if (alone && now - begin > std::chrono::microseconds(20)) {
+      std::lock_guard lock(job.mutex);
+      alone = false, fill_cores(job);
+    }
     if (worker.ask && now - worker.asked > ASK_EVERY) {
       worker.asked = now;
-      if (worker.ask()) job.was_interrupted = job.stop = true;
+      if (worker.ask()) {
+        std::lock_guard lock(job.mutex);
+        job.was_interrupted = true, job.end();
+      }
     }
   }
 
   if (worker.xray) xray_detach(worker);
   worker.xray = nullptr;
+  std::lock_guard lock(job.mutex);
+  std::erase(job.workers, &worker);
+  fill_cores(job);
 }
 
 uint64_t gcd(uint64_t a, uint64_t b) { return b ? gcd(b, a % b) : a; }
@@ -737,23 +889,17 @@ void launch(const Launch& launch) {
   xray_begin_launch(launch, job.shared);
 
   // The launching thread begins alone; only a launch that lasts is worth waking other cores for.
-  std::vector<std::thread> helpers;
-  Worker* own = take_worker(true);
-  const auto start_helpers = [&] {
-    const uint64_t left = launch.blocks - std::min(launch.blocks, job.next.load());
-    const int wanted = int(std::min<uint64_t>(left, uint64_t(worker_limit() - 1)));
-    for (int i = 0; i < wanted; ++i) {
-      Worker* worker = take_worker(false);
-      if (!worker) break;
-      helpers.emplace_back([&job, worker] {
-        work(job, *worker, false, {});
-        return_worker(worker);
-      });
-    }
-  };
-  work(job, *own, true, start_helpers);
+  Worker* own = take_worker(true, false);
+  enlist(job, *own);
+  work(job, *own, true, job.next++);
   return_worker(own);
-  for (auto& helper : helpers) helper.join();
+  for (size_t i = 0;; ++i) {  // one of them may begin another
+    std::unique_lock lock(job.mutex);
+    if (i == job.threads.size()) break;
+    std::thread thread = std::move(job.threads[i]);
+    lock.unlock();
+    thread.join();
+  }
   xray_end_launch();
   if (job.was_interrupted) throw Interrupted();
   if (!job.fault.empty()) throw Fault(job.fault);

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,7 +38,7 @@ struct Config {
   Order order = Order::forward;
   uint64_t seed = 0;
   int workers = 0;        // OS threads for the blocks of a launch, 0: one a core
-  double timeout = 10.0;  // seconds a thread may run without ever letting another one run
+  double timeout = 10.0;  // seconds a thread may run without ever letting another one run, or blocks wait for blocks
 };
 extern Config config;
 int worker_limit();
@@ -79,11 +80,19 @@ struct Thread {
   unsigned mask = 0;
   WarpOperation operation = nullptr;
   void* argument = nullptr;
-  const void* caller = nullptr;  // of a loop's atomic
+  const void* caller = nullptr;  // of what waits in a loop
+};
+static_assert(sizeof(Thread) == 64);  // a line of the cache for each
+
+// What a thread has looked at by load_acquire since it let others run.
+struct Looks {
+  const void* last = nullptr;
+  int count = 0;
 };
 
 struct Warp {
   unsigned runnable = 0, alive = 0, meeting = 0, spinning = 0, paused = 0;
+  unsigned catching_up = 0;  // lanes about to do what orders them with other blocks: the x-ray counts what was before
 };
 
 // The asynchronous copies of a thread that have not been made. (async_copy.cpp)
@@ -100,6 +109,7 @@ struct Copies {
 };
 
 struct XrayWorker;
+struct Job;
 
 struct Worker {
   Thread threads[MAX_THREADS + 1];
@@ -129,12 +139,19 @@ struct Worker {
   bool (*ask)() = nullptr;  // the launching thread's: is there an interrupt?
   std::chrono::steady_clock::time_point asked;
   bool pause_due = false, was_interrupted = false;
-  void* resume_sp = nullptr;
 
-  uint64_t switches = 0, watched = 0;  // progress, and what the watchdog saw of it
-  std::atomic<bool> busy{false};       // inside the device's own code: the watchdog waits
-  uint64_t spins = 0, spins_watched = 0;
-  std::chrono::steady_clock::time_point spins_since;
+  std::atomic<uint64_t> switches{0};  // progress
+  std::atomic<uint64_t> spins{0};     // times that all threads waited for a change
+  uint64_t watched = 0;               // what the watchdog saw of it
+  std::atomic<bool> busy{false};      // inside the device's own code: the watchdog waits
+
+  Job* job = nullptr;
+  bool waits_for_blocks = false;  // a thread has said that it waits for what another block does
+  bool gives_way = false;         // to another block, at the next pause
+  bool spare = false;             // made for a block that runs while another one waits
+  bool has_turn = true;
+  std::condition_variable turn;
+  uint64_t switches_seen = 0, spins_seen = 0;      // when the launch was last looked at for blocks that wait for ever
   void (*tick)(Worker&, void* context) = nullptr;  // what the watchdog does
   timer_t timer{};
   pid_t timer_thread = 0;
@@ -143,6 +160,9 @@ struct Worker {
   uintptr_t crash_address = 0, crash_pc = 0, crash_sp = 0;
   std::string fault;
   uint64_t barriers = 0, warp_syncs = 0;
+
+  Looks looks[MAX_THREADS];
+  bool looked = false;  // the present block has
 
   std::vector<Copies> copies;  // of each thread; of no thread before a kernel makes the first one
   bool copies_used = false;    // by the present block
@@ -173,6 +193,12 @@ std::string explain_crash(Worker& worker);
 // Lets the next thread run; returns when the caller runs again.
 void yield(Worker& worker);
 
+// Counters that one thread changes and others read.
+inline void increment(std::atomic<uint64_t>& counter) {
+  counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+uint64_t next_random(uint64_t& state);
+
 // Ends the launch with a fault. The thread that calls it does not run again.
 [[noreturn]] void fail(Worker& worker, std::string why);
 
@@ -197,6 +223,13 @@ void xray_sync_warp(Worker& worker, int warp, unsigned mask);
 void xray_copy(const void* to, const void* from, int size, bool inside, const void* caller);
 void xray_copied(const void* to, int size, const void* caller);
 void xray_matrix_row(const void* row, bool takes_part, const void* caller);
+// Of what orders blocks: counts all that the warp did before, then the access. True: nobody else's release, acquire or
+// atomic comes in between until the access itself is done, and xray_handed_on has said what it was.
+enum class Handing { acquire, release, atomic, atomic_load };
+bool xray_acquires(const void* address, int size, const void* caller);
+bool xray_releases(const void* address, int size, const void* caller);
+void xray_handed_on(const void* address, Handing what);
+void xray_fence();
 std::string xray_place(const void* address);  // "in tensor 2, 8 bytes past its end", for a crash
 
 }  // namespace simt

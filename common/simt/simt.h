@@ -152,9 +152,10 @@ void meet(unsigned mask, WarpOperation operation, void* argument, const char* wh
 void meet_and_order(unsigned mask, const char* what, const char* file, int line);  // __syncwarp: memory too
 
 unsigned active_mask();
-void fence();
+void fence(bool for_blocks);
 void* dynamic_shared();
-void spin(const void* caller);  // lets others run: called where a thread may be waiting in a loop
+// Lets others run: called where a thread may be waiting in a loop, or is, for what another block does.
+void spin(const void* caller, bool for_blocks = false);
 [[noreturn]] void trap(const char* why, const char* file, int line);
 unsigned lane_id();
 
@@ -164,9 +165,9 @@ inline void __syncthreads(SIMT_CALLER) { simt::barrier("__syncthreads", file, li
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_CALLER) {
   simt::meet_and_order(mask, "__syncwarp", file, line);
 }
-inline void __threadfence() { simt::fence(); }
-inline void __threadfence_block() { simt::fence(); }
-inline __attribute__((noinline)) void __nanosleep(unsigned) { simt::spin(__builtin_return_address(0)); }
+inline void __threadfence() { simt::fence(true); }
+inline void __threadfence_block() { simt::fence(false); }
+inline __attribute__((noinline)) void __nanosleep(unsigned) { simt::spin(__builtin_return_address(0), true); }
 [[noreturn]] inline void __trap(SIMT_CALLER) { simt::trap("__trap", file, line); }
 inline unsigned __activemask() { return simt::active_mask(); }
 
@@ -370,14 +371,16 @@ SIMT_REDUCE(__reduce_xor_sync, Xor)
 // ---- atomics ------------------------------------------------------------------------------------------------------
 namespace simt {
 
-void log_atomic(const void* address, int size, const void* caller);  // tells the x-ray; does nothing without it
+// Tells the x-ray, and does nothing without it. True: it wants to know when the atomic is done.
+bool log_atomic(const void* address, int size, const void* caller);
+void atomic_done(const void* address, bool stored);
 
 template <typename Operation, typename T>
 SIMT_UNSEEN __attribute__((always_inline)) inline T atomic(T* address, T value, const void* caller) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
   auto* word = reinterpret_cast<Word*>(address);
-  log_atomic(address, sizeof(T), caller);
+  const bool watched = log_atomic(address, sizeof(T), caller);
   Word seen = __atomic_load_n(word, __ATOMIC_RELAXED);
   for (;;) {
     T old, next;
@@ -386,6 +389,7 @@ SIMT_UNSEEN __attribute__((always_inline)) inline T atomic(T* address, T value, 
     Word desired;
     std::memcpy(&desired, &next, sizeof(T));
     if (!__atomic_compare_exchange_n(word, &seen, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
+    if (watched) atomic_done(address, true);
     if (desired == seen) spin(caller);  // nothing changed: this may be a loop that waits for someone
     return old;
   }
@@ -394,9 +398,10 @@ SIMT_UNSEEN __attribute__((always_inline)) inline T atomic(T* address, T value, 
 template <typename T>
 SIMT_UNSEEN __attribute__((always_inline)) inline T compare_and_swap(T* address, T expected, T desired,
                                                                      const void* caller) {
-  log_atomic(address, sizeof(T), caller);
+  const bool watched = log_atomic(address, sizeof(T), caller);
   T seen = expected;
   __atomic_compare_exchange_n(address, &seen, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  if (watched) atomic_done(address, seen == expected);
   if (seen != expected) spin(caller);  // someone else was first: let them finish
   return seen;
 }

@@ -7,6 +7,7 @@
 // accesses is checked against a shadow of the memory that tells who wrote and read it last.
 #include "common/simt/counting.h"
 #include "common/simt/log.h"
+#include "common/simt/order.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -21,27 +22,27 @@
 namespace simt {
 
 uintptr_t code_base = 0;
+bool order_is_kept = false;
 
 namespace {
 
 // ---- the shadow ---------------------------------------------------------------------------------------------------
-// When a thread did something, inside its block: barriers passed, warp, warp barriers passed by the lane.
-uint64_t make_moment(uint64_t epoch, int warp, uint32_t time) { return epoch << 36 | uint64_t(warp) << 31 | time; }
-uint64_t epoch_of(uint64_t moment) { return moment >> 36; }
-int warp_of(uint64_t moment) { return int(moment >> 31 & 31); }
-uint32_t time_of(uint64_t moment) { return uint32_t(moment & 0x7fffffff); }
-
 constexpr uint64_t NOBODY = 0, MANY = ~uint64_t(0);
 constexpr uint64_t IN_FLIGHT = (uint64_t(1) << 28) - 1;  // the epoch, never reached, of a copy that is under way
 constexpr uint64_t EARLIER = MANY - 1;  // written by an earlier launch of the call, for all blocks of this one to see
 
+struct Reader {
+  uint64_t block = NOBODY;  // linear index + 1
+  uint64_t moment = 0;
+  uint32_t key = 0;
+  uint32_t lanes = 0;  // 0 while block is set: lanes of several warps
+};
+
 struct Cell {
-  uint64_t write_block = NOBODY, read_block = NOBODY;  // linear index + 1
-  uint64_t write_moment = 0, read_moment = 0;
-  uint32_t write_key = 0, read_key = 0;
-  uint32_t read_lanes = 0;  // 0 while read_block is set: lanes of several warps
+  uint64_t write_block = NOBODY, write_moment = 0;
+  Reader read;
+  uint32_t write_key = 0;
   uint16_t write_lane = 0;
-  bool write_atomic = false;
 };
 
 // A stretch of memory that a kernel may touch: a tensor, a shared variable, or the module's own constants (ignored).
@@ -51,8 +52,9 @@ struct Target {
   Role role = Role::inout;
   int index = -1;  // of the tensor, or of the shared variable
   std::vector<Cell> cells;
-  int shift = 2;           // log2 of the bytes a cell stands for
-  std::vector<bool> gaps;  // of a view with holes: which elements are not its own
+  std::unordered_map<size_t, std::vector<Reader>> readers;  // of cells that MANY read, where blocks are ordered
+  int shift = 2;                                            // log2 of the bytes a cell stands for
+  std::vector<bool> gaps;                                   // of a view with holes: which elements are not its own
   int itemsize = 1;
   std::atomic_flag lock = ATOMIC_FLAG_INIT;
 
@@ -60,6 +62,11 @@ struct Target {
     std::vector<Cell> finer(cells.size() << (shift - to));
     for (size_t i = 0; i < finer.size(); ++i) finer[i] = cells[i >> (shift - to)];
     cells = std::move(finer);
+    std::unordered_map<size_t, std::vector<Reader>> parts;
+    for (const auto& [i, some] : readers) {
+      for (size_t part = 0; part < size_t(1) << (shift - to); ++part) parts[(i << (shift - to)) + part] = some;
+    }
+    readers = std::move(parts);
     shift = to;
   }
 };
@@ -114,6 +121,8 @@ struct State {
   uint64_t barriers = 0, warp_syncs = 0;
 } state;
 
+History history;  // of the present launch
+
 }  // namespace
 
 struct XrayWorker {
@@ -137,6 +146,26 @@ struct XrayWorker {
   std::map<std::tuple<uint32_t, Target::Kind, int>, Count> counts;
   std::map<FaultName, FaultFacts> faults;
   std::vector<TraceRow> trace;
+
+  // What the present block knows of others, as numbers of releases.
+  struct Acquired {
+    uint64_t moment;
+    int lane;
+    uint32_t release;
+  };
+  struct Known {
+    uint32_t from;
+    std::vector<uint32_t> releases;
+  };
+  struct Fence {
+    Release release;
+    uint32_t number = 0;  // once it was handed on
+  };
+  uint32_t settled = 0;                                     // known to all threads since a barrier
+  std::vector<Acquired> acquired;                           // by a thread since then
+  std::unordered_map<uint64_t, Known> last_known;           // of a block, as `settled` has it
+  std::unordered_map<int, std::vector<uint32_t>> glimpsed;  // by a thread's atomics since its last fence
+  std::unordered_map<int, Fence> fences;                    // the last one of a thread
 };
 
 namespace {
@@ -179,22 +208,101 @@ bool known(const XrayWorker& x, int lane, int other, uint64_t moment) {
   return x.clock[x.worker->warp][lane][other] >= time_of(moment);
 }
 
+// ---- order between blocks -----------------------------------------------------------------------------------------
+// Is what this block acquired known to a lane: by itself, or by a warp barrier since?
+bool reached(const XrayWorker& x, int lane, const XrayWorker::Acquired& acquired) {
+  if (warp_of(acquired.moment) != x.worker->warp) return false;
+  return acquired.lane == lane || known(x, lane, acquired.lane, acquired.moment);
+}
+
+std::vector<uint32_t> releases_before(const XrayWorker& x, int lane) {
+  std::vector<uint32_t> all;
+  if (x.settled) all.push_back(x.settled);
+  for (const auto& acquired : x.acquired) {
+    if (reached(x, lane, acquired)) all.push_back(acquired.release);
+  }
+  return all;
+}
+
+// Did a release reach this lane after which `lanes` of a block had done what they did at a moment?
+bool ordered(XrayWorker& x, int lane, uint64_t block, uint64_t moment, uint32_t lanes) {
+  if (!x.settled && x.acquired.empty()) return false;
+  std::lock_guard lock(history.mutex);
+  XrayWorker::Known& known = x.last_known[block];
+  if (history.cover(known.releases, moment, lanes)) return true;
+  if (known.from != x.settled) {
+    known = {x.settled, history.last_of(block, {x.settled})};
+    if (history.cover(known.releases, moment, lanes)) return true;
+  }
+  return !x.acquired.empty() && history.cover(history.last_of(block, releases_before(x, lane)), moment, lanes);
+}
+
+// What a lane releases now. What it does next is no part of it.
+Release release_of(XrayWorker& x, int lane) {
+  Release release;
+  release.block = x.worker->block + 1;
+  release.epoch = x.epoch;
+  release.warp = x.worker->warp;
+  auto& times = x.clock[x.worker->warp][lane];
+  std::memcpy(release.time, times, sizeof times);
+  release.before = releases_before(x, lane);
+  ++times[lane];
+  x.clocks_used = true;
+  return release;
+}
+
+void acquire(XrayWorker& x, int lane, uint32_t release) {
+  if (!release) return;
+  std::vector<uint32_t> own;
+  for (const auto& acquired : x.acquired) {
+    if (acquired.lane == lane && warp_of(acquired.moment) == x.worker->warp) own.push_back(acquired.release);
+  }
+  if (!own.empty() && own.back() == release) return;  // nothing new, as in most loops that wait
+  if (own.size() >= 64) {                             // and no barrier between them
+    own.push_back(release);
+    release = history.put_together(std::move(own));
+    std::erase_if(x.acquired, [&](const auto& acquired) {
+      return acquired.lane == lane && warp_of(acquired.moment) == x.worker->warp;
+    });
+  }
+  x.acquired.push_back({now(x, lane), lane, release});
+}
+
+// ---- accesses against the shadow ----------------------------------------------------------------------------------
+// One more block that reads a cell: they are told apart only where order between blocks may matter later.
+[[gnu::noinline]] void note_reader(Target& target, Cell& cell, const Reader& reader) {
+  std::vector<Reader>& all = target.readers[size_t(&cell - target.cells.data())];
+  if (cell.read.block != MANY) all.assign(1, cell.read);
+  // Of blocks that run by turns an earlier read is among the last ones; if it is not, it is kept beside the new one.
+  const auto end = all.rbegin() + std::min<int64_t>(int64_t(all.size()), 2 * RESIDENT_BLOCKS);
+  const auto last = std::find_if(all.rbegin(), end, [&](const Reader& r) { return r.block == reader.block; });
+  if (last == end) all.push_back(reader);
+  else if (epoch_of(last->moment) != epoch_of(reader.moment)) *last = reader;
+  else if (last->moment == reader.moment && last->lanes) last->lanes |= reader.lanes;
+  else if (warp_of(last->moment) == warp_of(reader.moment) && last->lanes) *last = reader;
+  else last->lanes = 0;  // several warps
+  cell.read.block = MANY;
+}
+
 // Notes that `lanes` of this warp, at `moment`, read what a cell stands for.
-inline void note_read(const XrayWorker& x, Cell& cell, uint32_t key, uint64_t block, uint64_t moment, uint32_t lanes,
-                      bool shared) {
-  if (cell.read_block == block) {
-    if (cell.read_moment == moment) {
-      if (cell.read_lanes) cell.read_lanes |= lanes;
-    } else if (epoch_of(cell.read_moment) != x.epoch ||
-               (warp_of(cell.read_moment) == warp_of(moment) && cell.read_lanes)) {
-      cell.read_moment = moment, cell.read_lanes = lanes, cell.read_key = key;
+inline void note_read(const XrayWorker& x, Target& target, Cell& cell, uint32_t key, uint64_t block, uint64_t moment,
+                      uint32_t lanes) {
+  const bool shared = target.kind == Target::shared;
+  if (cell.read.block == block) {
+    if (cell.read.moment == moment) {
+      if (cell.read.lanes) cell.read.lanes |= lanes;
+    } else if (epoch_of(cell.read.moment) != x.epoch ||
+               (warp_of(cell.read.moment) == warp_of(moment) && cell.read.lanes)) {
+      cell.read.moment = moment, cell.read.lanes = lanes, cell.read.key = key;
     } else {
-      cell.read_lanes = 0;  // several warps
+      cell.read.lanes = 0;  // several warps
     }
-  } else if (shared || cell.read_block == NOBODY) {
-    cell.read_block = block, cell.read_moment = moment, cell.read_lanes = lanes, cell.read_key = key;
+  } else if (shared || cell.read.block == NOBODY) {
+    cell.read.block = block, cell.read.moment = moment, cell.read.lanes = lanes, cell.read.key = key;
+  } else if (order_is_kept) {
+    note_reader(target, cell, {block, moment, key, lanes});
   } else {
-    cell.read_block = MANY;
+    cell.read.block = MANY;
   }
 }
 
@@ -207,6 +315,20 @@ inline bool in_flight(const Cell& cell, uint64_t block) {
   return cell.write_block == block && epoch_of(cell.write_moment) == IN_FLIGHT;
 }
 int writer_of(const Cell& cell) { return warp_of(cell.write_moment) * 32 + cell.write_lane; }
+
+// Other blocks have read what this one writes. They need no longer be known: who comes after the write comes after them.
+[[gnu::noinline]] void check_readers(XrayWorker& x, Target& target, Cell& cell, uint32_t key, int lane,
+                                     uintptr_t address) {
+  const auto check = [&](const Reader& reader) {
+    if (reader.block == x.worker->block + 1 || ordered(x, lane, reader.block, reader.moment, reader.lanes)) return;
+    report(x, "block race", key, x.worker->warp * 32 + lane, &target, address, reader.key, reader.block);
+  };
+  const auto many = target.readers.find(size_t(&cell - target.cells.data()));
+  if (cell.read.block != MANY || many == target.readers.end()) return check(cell.read);
+  for (const Reader& reader : many->second) check(reader);
+  target.readers.erase(many);
+  cell.read = {};
+}
 
 // One access of one thread, of `size` bytes, against the shadow: is it ordered after what others did, was it ever
 // written?
@@ -221,7 +343,7 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
   for (const size_t end = at + (size_t(size) >> target.shift); at < end; ++at) {
     Cell& cell = target.cells[at];
     if (only_reads(op) && settled(x, cell, block)) {
-      note_read(x, cell, key, block, moment, bit, shared);
+      if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
       continue;
     }
     if (in_flight(cell, block)) {
@@ -232,43 +354,45 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
     if (!only_writes(op) && !written && (shared || target.role == Role::output)) {
       report(x, "uninitialised read", key, warp * 32 + lane, &target, address);
     }
-    if (written && cell.write_block != EARLIER && !(op == Op::atomic && cell.write_atomic)) {
+    if (written && cell.write_block != EARLIER && !(may_meet(op) && may_meet(op_of(cell.write_key)))) {
       if (cell.write_block != block) {
-        report(x, "block race", key, warp * 32 + lane, &target, address, cell.write_key, cell.write_block);
+        if (!ordered(x, lane, cell.write_block, cell.write_moment, 1u << cell.write_lane))
+          report(x, "block race", key, warp * 32 + lane, &target, address, cell.write_key, cell.write_block);
       } else if (epoch_of(cell.write_moment) == x.epoch) {
         const int writer = writer_of(cell);
         if (writer != warp * 32 + lane &&
-            !(warp_of(cell.write_moment) == warp && known(x, lane, cell.write_lane, cell.write_moment))) {
+            !(warp_of(cell.write_moment) == warp && known(x, lane, cell.write_lane, cell.write_moment)) &&
+            !ordered(x, lane, block, cell.write_moment, 1u << cell.write_lane)) {
           report(x, "race", key, warp * 32 + lane, &target, address, cell.write_key, block, writer);
         }
       }
     }
     if (only_reads(op)) {
-      note_read(x, cell, key, block, moment, bit, shared);
+      if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
       continue;
     }
-    if (cell.read_block == block) {
-      if (epoch_of(cell.read_moment) == x.epoch) {
+    if (cell.read.block == block) {
+      if (epoch_of(cell.read.moment) == x.epoch) {
         int reader = -1;
-        if (!cell.read_lanes) reader = 32 * (warp_of(cell.read_moment));
-        else if (warp_of(cell.read_moment) != warp) {
-          reader = warp_of(cell.read_moment) * 32 + __builtin_ctz(cell.read_lanes);
+        if (!cell.read.lanes) reader = 32 * (warp_of(cell.read.moment));
+        else if (warp_of(cell.read.moment) != warp) {
+          reader = warp_of(cell.read.moment) * 32 + __builtin_ctz(cell.read.lanes);
         } else {
-          for (uint32_t rest = cell.read_lanes & ~bit; rest; rest &= rest - 1) {
+          for (uint32_t rest = cell.read.lanes & ~bit; rest; rest &= rest - 1) {
             const int other = __builtin_ctz(rest);
-            if (!known(x, lane, other, cell.read_moment)) reader = warp * 32 + other;
+            if (!known(x, lane, other, cell.read.moment)) reader = warp * 32 + other;
           }
         }
-        if (reader >= 0) {
-          report(x, "race", key, warp * 32 + lane, &target, address, cell.read_key, block, reader);
+        if (reader >= 0 && !ordered(x, lane, block, cell.read.moment, cell.read.lanes & ~bit)) {
+          report(x, "race", key, warp * 32 + lane, &target, address, cell.read.key, block, reader);
         }
       }
-    } else if (!shared && cell.read_block != NOBODY) {
-      report(x, "block race", key, warp * 32 + lane, &target, address, cell.read_key, cell.read_block);
+    } else if (!shared && cell.read.block != NOBODY) {
+      check_readers(x, target, cell, key, lane, address);
     }
     cell.write_block = block, cell.write_key = key;
     cell.write_moment = op == Op::copy_store ? make_moment(IN_FLIGHT, warp, time_of(moment)) : moment;
-    cell.write_lane = uint16_t(lane), cell.write_atomic = op == Op::atomic;
+    cell.write_lane = uint16_t(lane);
   }
 }
 
@@ -312,8 +436,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
   if (target.kind == Target::ignored) return;
   const Op op = op_of(site.key);
   const int size = size_of(site.key);
-  if ((op == Op::copy_load && target.kind != Target::tensor) ||
-      ((op == Op::copy_store || op == Op::matrix_load) && target.kind != Target::shared)) {
+  if (op > Op::atomic && target.kind != (op == Op::copy_load || is_ordered(op) ? Target::tensor : Target::shared)) {
     const int lane = __builtin_ctz(mask);
     return report(x, "wrong memory", site.key, x.worker->warp * 32 + lane, &target, address[lane]);
   }
@@ -347,6 +470,8 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
     }
     return;
   }
+  // What orders blocks was checked when it was done. (follow_word)
+  if (is_ordered(op)) return;
   const bool contended = target.kind == Target::tensor;  // several workers share a tensor's shadow
   if (contended) {
     while (target.lock.test_and_set(std::memory_order_acquire)) {
@@ -362,7 +487,7 @@ void count_request(XrayWorker& x, XrayWorker::Site& site, const uint64_t* addres
       for (; rest && address[__builtin_ctz(rest)] == place; rest &= rest - 1) together |= rest & -rest;
       Cell& cell = target.cells[(place - target.low) >> target.shift];
       if (!settled(x, cell, block)) continue;
-      note_read(x, cell, site.key, block, moment, together, target.kind == Target::shared);
+      note_read(x, target, cell, site.key, block, moment, together);
       left &= ~together;
     }
   }
@@ -630,7 +755,20 @@ void xray_flush_warp(Worker& worker) {
   worker.busy.store(false, std::memory_order_relaxed);
 }
 
-void xray_barrier(Worker& worker) { ++worker.xray->epoch; }
+void xray_barrier(Worker& worker) {
+  XrayWorker& x = *worker.xray;
+  ++x.epoch;
+  if (x.acquired.empty()) return;
+  std::vector<uint32_t> all;
+  if (x.settled) all.push_back(x.settled);
+  for (const auto& acquired : x.acquired) all.push_back(acquired.release);
+  worker.busy.store(true, std::memory_order_relaxed);
+  history.mutex.lock();
+  x.settled = history.put_together(std::move(all));
+  history.mutex.unlock();
+  worker.busy.store(false, std::memory_order_relaxed);
+  x.acquired.clear();
+}
 
 void xray_sync_warp(Worker& worker, int warp, unsigned mask) {
   XrayWorker& x = *worker.xray;
@@ -659,6 +797,10 @@ void xray_begin_block(Worker& worker) {
       for (int lane = 0; lane < 32; ++lane) warp[lane][lane] = 1;
     }
     x.clocks_used = false;
+  }
+  if (order_is_kept) {
+    x.settled = 0;
+    x.acquired.clear(), x.last_known.clear(), x.glimpsed.clear(), x.fences.clear();
   }
   for (Lane& lane : x.lanes) lane.count = 0;
   if (config.order == Order::random) {  // also the moments at which lanes catch up with each other are drawn
@@ -725,10 +867,12 @@ void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& 
   state.counts.clear();
   state.faults.clear();
   state.barriers = state.warp_syncs = 0;
+  history.clear();
   for (Tensor& tensor : state.tensors) {  // launches of one stream do not overlap
+    tensor.target->readers.clear();
     for (Cell& cell : tensor.target->cells) {
       if (cell.write_block != NOBODY) cell.write_block = EARLIER;
-      cell.read_block = NOBODY;
+      cell.read.block = NOBODY;
     }
   }
 }
@@ -760,6 +904,73 @@ void xray_end_launch() {
     r.faults.push_back(fault);
   }
   state.launch = nullptr;
+}
+
+// ---- what orders blocks -------------------------------------------------------------------------------------------
+
+bool keep_order() { return order_is_kept = true; }
+
+bool hold_word(Worker& worker, const void* address) {
+  if (!order_is_kept) return false;
+  const Target* target = find_target(*worker.xray, uintptr_t(address));
+  if (!target || target->kind != Target::tensor) return false;
+  worker.busy.store(true, std::memory_order_relaxed);
+  history.mutex.lock();
+  return true;
+}
+
+bool follow_word(Worker& worker, const void* address, uint32_t key) {
+  XrayWorker& x = *worker.xray;
+  const int lane = worker.lane, size = size_of(key);
+  Target* target = find_target(x, uintptr_t(address));
+  if (target && target->kind == Target::tensor && target->role != Role::input && uintptr_t(address) % size == 0 &&
+      uintptr_t(address) + size <= target->high) {
+    worker.busy.store(true, std::memory_order_relaxed);
+    while (target->lock.test_and_set(std::memory_order_acquire)) {
+    }
+    touch(x, *target, key, lane, uintptr_t(address), size, now(x, lane));
+    target->lock.clear(std::memory_order_release);
+    worker.busy.store(false, std::memory_order_relaxed);
+  }
+  return hold_word(worker, address);
+}
+
+void xray_handed_on(const void* address, Handing what) {
+  Worker& worker = *here()->worker;
+  XrayWorker& x = *worker.xray;
+  const int lane = worker.lane, thread = worker.warp * 32 + lane;
+  const uint32_t before = history.handed_on(address);
+  switch (what) {
+    case Handing::acquire: acquire(x, lane, before); break;
+    case Handing::release: history.hand_on(address, history.add(release_of(x, lane))); break;
+    case Handing::atomic:
+      if (const auto fence = x.fences.find(thread); fence != x.fences.end()) {
+        uint32_t& number = fence->second.number;
+        if (!number) number = history.add(fence->second.release);
+        if (before != number) {
+          history.hand_on(address, before ? history.put_together({before, number}) : number);
+        }
+      }
+      [[fallthrough]];
+    case Handing::atomic_load:
+      if (!before) break;
+      if (auto& seen = x.glimpsed[thread]; seen.empty() || seen.back() != before) seen.push_back(before);
+  }
+  history.mutex.unlock();
+  worker.busy.store(false, std::memory_order_relaxed);
+}
+
+void fence_order(Worker& worker) {
+  XrayWorker& x = *worker.xray;
+  const int lane = worker.lane, thread = worker.warp * 32 + lane;
+  worker.busy.store(true, std::memory_order_relaxed);
+  if (const auto glimpsed = x.glimpsed.find(thread); glimpsed != x.glimpsed.end()) {
+    const std::lock_guard lock(history.mutex);
+    for (uint32_t release : glimpsed->second) acquire(x, lane, release);
+    x.glimpsed.erase(glimpsed);
+  }
+  x.fences[thread] = {release_of(x, lane)};
+  worker.busy.store(false, std::memory_order_relaxed);
 }
 
 // ---- the recording, the tensors of a call -------------------------------------------------------------------------
