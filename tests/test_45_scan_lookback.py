@@ -1,5 +1,7 @@
 """Stage 45, scan_lookback."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from scan_cases import WAYS, ScanCases, gradients
@@ -10,7 +12,7 @@ from stages.toolkit import build, operator, xray
 from stages.toolkit.errors import KernelFault
 from stages.toolkit.verify import relative_error
 
-LONG = [((1, 4500, 70), {}), ((1, 9000, 2), {"time_dim": 2}), ((2, 4999, 3), {"time_dim": 2, "reverse": True})]
+LONG = [((1, 4500, 70), {}), ((1, 20000, 2), {"time_dim": 2}), ((2, 4999, 3), {"time_dim": 2, "reverse": True})]
 ORDER = {  # what may be left out of the order between blocks, and what to write in its place
     "the release": ("store_release(&flags[tile], flag)", "flags[tile] = flag"),
     "the acquire": ("load_acquire(&flags[other])", "*(volatile const unsigned*)&flags[other]"),
@@ -18,6 +20,9 @@ ORDER = {  # what may be left out of the order between blocks, and what to write
     "the barrier after the acquire": ("__syncwarp();  // what a lane has seen, all lanes have seen", ""),
     "the wait": ("flag != MAP", "flag == STATE || other < 0"),
 }
+
+module = import_module("stages.45_scan_lookback.stage")
+cost, backward_cost = module.cost, module.backward_cost
 
 
 class TestScanLookback(ScanCases):
@@ -53,6 +58,18 @@ class TestScanLookback(ScanCases):
             seen = seen or results
             assert all(torch.equal(x, y) for x, y in zip(results, seen, strict=True))
         assert len(looked) > 1
+
+    def test_counts_of_rows_whose_tiles_have_several_warps(self):
+        for seq, dtype in ((16384, torch.float32), (16384, torch.float64), (32768, torch.float16)):
+            arguments = self.arguments((2, seq, 3), dtype, time_dim=2, requires_grad=True)
+            with xray.recording() as report:
+                h = self.stage.scan(*arguments, time_dim=2)
+            assert max(launch.block[0] for launch in report.launches) > 32
+            sizes = {"B": 2, "T": seq, "D": 3, "itemsize": dtype.itemsize, "time_dim": 2}
+            assert report.counts() == cost(**sizes)
+            with xray.recording() as report:
+                torch.autograd.grad(h, arguments, self.random_grad(arguments))
+            assert report.counts() == backward_cost(**sizes)
 
     def test_the_same_on_several_cores(self):
         arguments = self.arguments((1, 9000, 2), time_dim=2)

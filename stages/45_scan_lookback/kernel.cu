@@ -382,12 +382,12 @@ struct Row {
   static __device__ __forceinline__ Items in_time(Items items) {
     Items result;
     UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP >= 0 ? i : WIDE<T> - 1 - i];
+    for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == -1 ? WIDE<T> - 1 - i : i];
     return result;
   }
 
  private:
-  __device__ __forceinline__ T* group(int64_t t) const { return STEP > 0 ? data + t : data - t - (WIDE<T> - 1); }
+  __device__ __forceinline__ T* group(int64_t t) const { return STEP == 1 ? data + t : data - t - (WIDE<T> - 1); }
 };
 
 // Where a lane has its groups of one of several tensors, 32 groups apart.
@@ -448,7 +448,7 @@ __device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<
   for (int v = 0; v < GROUPS; ++v) {
     Map<Sum> map = own[v];
     UNROLL
-    for (int distance = 1; distance < 32; distance *= 2) {
+    for (int distance = 1; distance <= 16; distance *= 2) {
       const Map<Sum> older = shuffle_up(map, distance);
       if (lane_id() >= distance) map = combine(older, map);  // the map of 2 distance lanes, or of all from lane 0 on
     }
@@ -593,7 +593,7 @@ __global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
       const Sum lambda = Sum(g_now[i]) + carry;
-      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[i + 1 < WIDE<T> ? i + 1 : 0]) : after));
+      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after));
       db_now[i] = T(lambda);
       carry = Sum(a_now[i]) * lambda;
     }
