@@ -11,8 +11,8 @@ A family is a module of this package with these names:
     make(sizes, dtype, device, seed)        random arguments for a problem
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
-    incumbent(*arguments), INCUMBENT        what a user would call instead, and its name; "torch.compile(formula)" is
-                                            compiled by `bench`, which then measures the backward, too
+    incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
+    COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
 
 The last four get the function's keyword options, those of `Stage.options`, as keywords.
