@@ -164,6 +164,12 @@ def test_a_crash_and_an_endless_loop_are_caught(planted, line, words):
         mutate.run(stages.load("12"), broken)
 
 
+def test_only_computing_ends_a_mutant():
+    module = build.ensure("30_vlstm_forward", "xray")
+    assert mutate.isolated("30_vlstm_forward", module, seconds=1) == ["no end: it computed for 1 s"]
+    assert mutate.isolated("30_vlstm_forward", module) == []
+
+
 def test_mutants_do_not_read_the_headers_again(tmp_path):
     kernel, host = stages.load("12").source, compilers.host_compiler()
     flags = [*host.flags("xray"), *mutate.FLAGS, f"-I{build.INCLUDE}"]

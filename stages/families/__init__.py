@@ -11,9 +11,9 @@ A family is a module of this package with these names:
     make(sizes, dtype, device, seed)        random arguments for a problem
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
-    incumbent(*arguments), INCUMBENT        what a user would call instead, and its name; "torch.compile(formula)" is
-                                            compiled by `bench`, which then measures the backward, too
+    incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
     OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one)
+    COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
 
 All but `define` get the function's keyword options, those of `Stage.options`, as keywords.

@@ -68,7 +68,7 @@ PROBLEMS = (
 XRAY = (1, 2, 128, 64, 64)
 BENCH = {"cpu": ((1, 2, 256, 64, 64),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
 DTYPES = FLOATING
-INCUMBENT = "torch.compile(formula)"  # in torch, T x T matrices and all
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, T x T matrices and all
 
 INPUT_GATES = ("exp", "sigmoid")
 EXP, SIGMOID, BARE = range(3)  # the input gates, as the kernels number them; BARE: a sigmoid, and no normaliser

@@ -60,13 +60,14 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     family, options = stage.family, stage.options(dtype)[0]
     inputs = _rotated(family.make(sizes, dtype, "cuda", **options))
     tf32 = bool(options.get("tf32"))
-    calls = {"": stage.function, "incumbent_": compiled(family.incumbent) if compiles(family) else family.incumbent}
-    if compiles(family):
+    formula = getattr(family, "COMPILED", False)
+    calls = {"": stage.function, "incumbent_": compiled(family.incumbent) if formula else family.incumbent}
+    if formula:
         calls["eager_"] = family.incumbent
     calls = {name: partial(call, **options) for name, call in calls.items()}
     with float32_products(tf32):
         own, other, *more = in_turn(list(calls.values()), inputs)
-        backward = _with_backward(calls, inputs) if compiles(family) and stage.gradients else {}
+        backward = _with_backward(calls, inputs) if formula and stage.gradients else {}
     operations, moved = family.work(sizes, dtype.itemsize, **options)
     bandwidth, rate = copy_bandwidth(), matmul_rate(dtype, tf32)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut
@@ -86,11 +87,6 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
         "copy_gbytes_per_s": bandwidth / 1e9,
         "matmul_tflops": rate / 1e12,
     }
-
-
-def compiles(family: object) -> bool:
-    """Whether the incumbent is torch.compile of a formula, and a call's backward is measured with it."""
-    return family.INCUMBENT.startswith("torch.compile")
 
 
 @cache

@@ -122,7 +122,7 @@ def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | N
 
     None where the closed forms do not hold.
     """
-    if any(n % aligned for n, aligned in zip(size, stage.aligned, strict=True)):
+    if not stage.fits(size):
         return None
     sizes, itemsize = stage.sizes(size), getattr(torch, dtype).itemsize
     options = stage.options(getattr(torch, dtype))[0]

@@ -18,10 +18,12 @@ import importlib
 import json
 import multiprocessing
 import re
+import resource
+import signal
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,7 +40,7 @@ from stages.toolkit.stage import Stage, load
 FLAGS = ("-Og", "-g1", "-DFLOAT_ONLY")  # compiles in a fraction of the time and counts the same
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 LAUNCH_SECONDS = 2.0  # after which the CPU device gives up a launch that waits for itself
-MUTANT_SECONDS = 120.0  # after which a mutant's process is ended, whatever it is doing
+MUTANT_SECONDS = 120  # of computing, after which a mutant's process is ended; waiting for a core is none
 UNCHANGED = "(unchanged)"
 RECORD = Path(__file__).resolve().parents[1] / "measured" / "mutants.json"
 
@@ -284,13 +286,7 @@ def _swizzles(source: str, code: str, start: int, end: int, add: Callable) -> No
 def cases(stage: Stage) -> tuple[dict[str, int], list[dict[str, int]]]:
     """Sizes for the counts, multiples of the tiles, no two alike; and those for the values, the odd ones first."""
     aligned = tuple(size * (2 + i % 2) for i, size in enumerate(stage.aligned))  # several tiles along each size
-    problems = sorted(stage.family.PROBLEMS, key=lambda sizes: fits(stage, sizes))
-    return stage.sizes(aligned), [stage.sizes(sizes) for sizes in problems]
-
-
-def fits(stage: Stage, sizes: Iterable[int]) -> bool:
-    """Are the sizes multiples of the tiles, so that the closed forms hold?"""
-    return all(size and size % multiple == 0 for size, multiple in zip(sizes, stage.aligned, strict=True))
+    return stage.sizes(aligned), [stage.sizes(sizes) for sizes in sorted(stage.family.PROBLEMS, key=stage.fits)]
 
 
 def check(stage: Stage, module: Path) -> list[str]:
@@ -305,7 +301,7 @@ def check(stage: Stage, module: Path) -> list[str]:
         for sizes, schedule, seed in runs:
             for options in stage.options():
                 found = _values_and_faults(stage, sizes, schedule, seed, options)
-                if schedule == SCHEDULES[0][0] and fits(stage, sizes.values()):
+                if schedule == SCHEDULES[0][0] and stage.fits(sizes.values()):
                     found += _counts(stage, sizes, options)
                 if found:
                     return list(dict.fromkeys(found))
@@ -343,7 +339,8 @@ def _counts(stage: Stage, sizes: Mapping[str, int], options: Mapping[str, Any]) 
     ]
 
 
-def _child(connection: Connection, stage: str, module: Path) -> None:
+def _child(connection: Connection, stage: str, module: Path, seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     torch.set_num_threads(1)
     try:
         connection.send(check(load(stage), module))
@@ -351,19 +348,27 @@ def _child(connection: Connection, stage: str, module: Path) -> None:
         connection.send([f"{type(error).__name__}: {error}"])
 
 
-def isolated(stage: str, module: Path) -> list[str]:
-    """`check` in a fresh process; its end by a signal or by the clock is a finding, too."""
+def isolated(stage: str, module: Path, seconds: int = MUTANT_SECONDS) -> list[str]:
+    """`check` in a fresh process; its end by a signal is a finding, too, that of computing too long among them.
+
+    Raises:
+        NotAvailable: The process has not come to an end, though it had hours: nothing can be said of the mutant.
+    """
     context = multiprocessing.get_context("forkserver")
     # Imported once, for all of them: torch, and what its first backward would import.
     context.set_forkserver_preload(["stages.toolkit.mutate", "torch.fx.experimental.symbolic_shapes"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, stage, module), daemon=True)
+    process = context.Process(target=_child, args=(sender, stage, module, seconds), daemon=True)
     process.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(MUTANT_SECONDS) else ["no end: its process had to be ended"]
+        if not receiver.poll(60 * seconds):
+            raise NotAvailable(f"a mutant of {stage} has not been tried: its process neither computes nor ends")
+        return receiver.recv()
     except EOFError:
         process.join(10)
+        if process.exitcode == -signal.SIGXCPU:
+            return [f"no end: it computed for {seconds} s"]
         return [f"crash: its process ended with code {process.exitcode}"]
     finally:
         if process.is_alive():

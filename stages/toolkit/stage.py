@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +91,10 @@ class Stage:
     def sizes(self, values: tuple[int, ...]) -> dict[str, int]:
         """Sizes under the family's names: (64, 48, 80) as {"M": 64, "N": 48, "K": 80}."""
         return dict(zip(self.family.SIZES, values, strict=True))
+
+    def fits(self, sizes: Iterable[int]) -> bool:
+        """Are the sizes whole multiples of the tiles, so that the closed forms of the header hold?"""
+        return all(size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True))
 
     def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], ...]:
         """The sets of keyword options that the checks run in a dtype."""
