@@ -715,6 +715,7 @@ ORDERED = "chain fenced look_back look_by_warp round in_place write_before_relea
 DISORDERED = {  # kernel: names at the lines of which it is told
     "chain_no_release": ["chain_no_release", "chain_no_barrier"],
     "chain_no_acquire": ["chain_no_acquire", "chain_no_barrier"],
+    "chain_relaxed": ["chain_no_barrier"],
     "chain_no_barrier": ["chain_no_barrier"],
     "chain_none_after": ["chain_none_after"],
     "fenced_once": ["fenced_once"],

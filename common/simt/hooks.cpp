@@ -50,7 +50,7 @@ bool log_atomic(const void* address, int size, const void* caller) {
   return place->log && hold_word(*place->worker, address);
 }
 void atomic_done(const void* address, bool stored) {
-  xray_handed_on(address, stored ? Handing::atomic : Handing::atomic_load);
+  xray_handed_on(address, stored ? Handing::atomic : Handing::relaxed_load);
 }
 
 namespace {

@@ -225,7 +225,7 @@ void xray_copied(const void* to, int size, const void* caller);
 void xray_matrix_row(const void* row, bool takes_part, const void* caller);
 // Of what orders blocks: counts all that the warp did before, then the access. True: nobody else's release, acquire or
 // atomic comes in between until the access itself is done, and xray_handed_on has said what it was.
-enum class Handing { acquire, release, atomic, atomic_load };
+enum class Handing { acquire, release, atomic, relaxed_load, relaxed_store };
 bool xray_acquires(const void* address, int size, const void* caller);
 bool xray_releases(const void* address, int size, const void* caller);
 void xray_handed_on(const void* address, Handing what);

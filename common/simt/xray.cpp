@@ -939,10 +939,11 @@ void xray_handed_on(const void* address, Handing what) {
   Worker& worker = *here()->worker;
   XrayWorker& x = *worker.xray;
   const int lane = worker.lane, thread = worker.warp * 32 + lane;
-  const uint32_t before = history.handed_on(address);
+  const uint32_t before = what == Handing::relaxed_store ? 0 : history.handed_on(address);
   switch (what) {
     case Handing::acquire: acquire(x, lane, before); break;
     case Handing::release: history.hand_on(address, history.add(release_of(x, lane))); break;
+    case Handing::relaxed_store: history.hand_on(address, 0); [[fallthrough]];
     case Handing::atomic:
       if (const auto fence = x.fences.find(thread); fence != x.fences.end()) {
         uint32_t& number = fence->second.number;
@@ -952,7 +953,7 @@ void xray_handed_on(const void* address, Handing what) {
         }
       }
       [[fallthrough]];
-    case Handing::atomic_load:
+    case Handing::relaxed_load:
       if (!before) break;
       if (auto& seen = x.glimpsed[thread]; seen.empty() || seen.back() != before) seen.push_back(before);
   }

@@ -28,22 +28,26 @@
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int STRIP = 32;  // channels of a block, a lane each: 12288 channels are 384 blocks, 3 a multiprocessor
-constexpr int STAGES = 5;  // tiles in the ring: 12 to 16 KB of a block are on their way in the forward
+constexpr int LANES = 32;  // of a block
 template <typename T>
-constexpr int ROWS = 64 / int(sizeof(T));  // steps of a tile
+constexpr int PAIR =
+    sizeof(T) == 2 ? 2 : 1;  // channels of a lane: so that a row of a tile is 128 bytes in 16 bits, too
+template <typename T>
+constexpr int STRIP = LANES * PAIR<T>;  // channels of a block
+constexpr int STAGES = 5;               // tiles in the ring: 12 to 16 KB of a block are on their way in the forward
+template <typename T>
+constexpr int ROWS = 2048 / (STRIP<T> * int(sizeof(T)));  // steps of a tile
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 
 template <typename T>
-using Piece = T[ROWS<T>][STRIP];  // [step][channel]: in a row every lane has a bank of its own
+using Piece = T[ROWS<T>][STRIP<T>];  // [step][channel]: in a row every lane has a bank of its own
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One strip of a tensor, tile by tile: where the next one is, and how much is left. GROUPS: 16 bytes lie together.
 template <typename T, bool GROUPS>
 struct Strip {
-  static constexpr int ACROSS = STRIP / WIDE<T>, STEP = STRIP / ACROSS;  // lanes for a row, and rows at a time
-  static constexpr int BATCH = ROWS<T> < 16 ? ROWS<T> : 16;              // words on their way in registers
+  static constexpr int ACROSS = STRIP<T> / WIDE<T>, STEP = LANES / ACROSS;  // lanes for a row, and rows at a time
   T* next;
   int64_t stride_t, stride_c, steps;
   int cols;
@@ -53,7 +57,7 @@ struct Strip {
         stride_t(x.stride[1]),
         stride_c(x.stride[2]),
         steps(x.size[1] - step),
-        cols(int(min(x.size[2] - channel, int64_t(STRIP)))) {}
+        cols(int(min(x.size[2] - channel, int64_t(STRIP<T>)))) {}
 
   // Starts the copies of the next tile; zeros stand for what lies past an edge.
   template <typename To>
@@ -67,16 +71,16 @@ struct Strip {
         async_copy<16>(&tile[r0 + r][c], from, r0 + r < rows && c < cols);
       }
     } else {
-      const T* from = next + lane * stride_c;
 #pragma unroll 1
-      for (int r0 = 0; r0 < ROWS<T>; r0 += BATCH) {
+      for (int c = lane; c < STRIP<T>; c += LANES) {
+        const T* from = next + c * stride_c;
         UNROLL
-        for (int r = r0; r < r0 + BATCH; ++r, from += stride_t) {
-          const bool inside = r < rows && lane < cols;
+        for (int r = 0; r < ROWS<T>; ++r, from += stride_t) {
+          const bool inside = r < rows && c < cols;
           if constexpr (sizeof(T) >= 4) {
-            async_copy<sizeof(T)>(&tile[r][lane], from, inside);
+            async_copy<sizeof(T)>(&tile[r][c], from, inside);
           } else {  // cp.async takes no less than 4 bytes
-            tile[r][lane] = inside ? *from : T(0);
+            tile[r][c] = inside ? *from : T(0);
           }
         }
       }
@@ -95,10 +99,10 @@ struct Strip {
         if (r0 + r < rows && c < cols) store_vector(to, load_vector<WIDE<T>>(&tile[r0 + r][c]));
       }
     } else {
-      T* to = next + lane * stride_c;
+      for (int c = lane; c < cols; c += LANES) {
+        T* to = next + c * stride_c;
 #pragma unroll 8
-      for (int r = 0; r < rows; ++r, to += stride_t) {
-        if (lane < cols) *to = tile[r][lane];
+        for (int r = 0; r < rows; ++r, to += stride_t) *to = tile[r][c];
       }
     }
     advance();
@@ -110,28 +114,28 @@ struct Strip {
 // A lane's words of a tile, all read before the first of them is used: one wait instead of one at each step.
 template <typename T>
 struct Words {
-  T word[ROWS<T>];
+  Vector<T, PAIR<T>> word[ROWS<T>];
 
   __device__ explicit Words(const Piece<T>& tile) {
     UNROLL
-    for (int r = 0; r < ROWS<T>; ++r) word[r] = tile[r][threadIdx.x];
+    for (int r = 0; r < ROWS<T>; ++r) word[r] = load_vector<PAIR<T>>(&tile[r][threadIdx.x * PAIR<T>]);
   }
-  __device__ Accumulator<T> operator[](int r) const { return Accumulator<T>(word[r]); }
+  __device__ Accumulator<T> operator()(int r, int i) const { return Accumulator<T>(word[r][i]); }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // grid (B * ceil(D / STRIP)), block (STRIP)
 template <typename T, bool GROUPS>
-__global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   // [batch, seq, channels]
+__global__ void __launch_bounds__(LANES) scan_pipelined(View<const T, 3> a,   // [batch, seq, channels]
                                                         View<const T, 3> b,   // [batch, seq, channels]
                                                         View<const T, 2> h0,  // [batch, channels], or empty
                                                         View<T, 3> h) {       // [batch, seq, channels]
   using Sum = Accumulator<T>;
   alignas(16) __shared__ Piece<T> a_ring[STAGES], b_ring[STAGES];
 
-  const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP);
-  const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP;
-  const int lane = threadIdx.x;
+  const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP<T>);
+  const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP<T>;
+  const int lane = threadIdx.x, own = lane * PAIR<T>;
 
   Strip<const T, GROUPS> a_strip(a, batch, 0, channel0), b_strip(b, batch, 0, channel0);
   Strip<T, GROUPS> h_strip(h, batch, 0, channel0);
@@ -141,7 +145,11 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   //
   };
   for (int slot = 0; slot < STAGES - 1; ++slot) start(slot);
 
-  Sum state = h0.size[0] && lane < h_strip.cols ? Sum(h0(batch, channel0 + lane)) : 0;
+  Sum state[PAIR<T>];
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    state[i] = h0.size[0] && own + i < h_strip.cols ? Sum(h0(batch, channel0 + own + i)) : 0;
+  }
   int now = 0, free = STAGES - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
     async_wait<STAGES - 2>();  // this lane's part of the tile
@@ -150,8 +158,13 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   //
     const Words<T> a_words(a_ring[now]), b_words(b_ring[now]);
     UNROLL
     for (int r = 0; r < ROWS<T>; ++r) {
-      state = a_words[r] * state + b_words[r];
-      b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there
+      Vector<T, PAIR<T>> states;
+      UNROLL
+      for (int i = 0; i < PAIR<T>; ++i) {
+        state[i] = a_words(r, i) * state[i] + b_words(r, i);
+        states[i] = T(state[i]);
+      }
+      store_vector(&b_ring[now][r][own], states);  // nobody else reads these words before all are there
     }
     __syncwarp();  // all channels of h are there
     h_strip.store(b_ring[now]);
@@ -162,7 +175,7 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined(View<const T, 3> a,   //
 // All views run from the last step to the first, as the walk does: h[t + 1] is the state before step t.
 // grid (B * ceil(D / STRIP)), block (STRIP)
 template <typename T, bool GROUPS>
-__global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3> g,   // [batch, seq, channels]
+__global__ void __launch_bounds__(LANES) scan_pipelined_backward(View<const T, 3> g,   // [batch, seq, channels]
                                                                  View<const T, 3> a,   // [batch, seq, channels]
                                                                  View<const T, 3> h,   // [batch, seq, channels]
                                                                  View<const T, 2> h0,  // [batch, channels], or empty
@@ -172,9 +185,9 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
   using Sum = Accumulator<T>;
   alignas(16) __shared__ Piece<T> g_ring[STAGES], a_ring[STAGES], h_ring[STAGES];
 
-  const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP);
-  const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP;
-  const int lane = threadIdx.x;
+  const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP<T>);
+  const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP<T>;
+  const int own = threadIdx.x * PAIR<T>;
 
   Strip<const T, GROUPS> g_strip(g, batch, 0, channel0), a_strip(a, batch, 0, channel0), h_strip(h, batch, 1, channel0);
   Strip<T, GROUPS> da_strip(da, batch, 0, channel0), db_strip(db, batch, 0, channel0);
@@ -184,9 +197,12 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
   };
   for (int slot = 0; slot < STAGES - 1; ++slot) start(slot);
 
-  const bool own = lane < da_strip.cols;
-  const T first = own && h0.size[0] ? h0(batch, channel0 + lane) : T(0);
-  Sum carry = 0;  // what the steps that were walked give to the next one's state
+  Vector<T, PAIR<T>> first;
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    first[i] = h0.size[0] && own + i < da_strip.cols ? h0(batch, channel0 + own + i) : T(0);
+  }
+  Sum carry[PAIR<T>] = {};  // what the steps that were walked give to the next one's state
   int now = 0, free = STAGES - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
     async_wait<STAGES - 2>();
@@ -194,23 +210,35 @@ __global__ void __launch_bounds__(STRIP) scan_pipelined_backward(View<const T, 3
     start(free);
     if (t0 + ROWS<T> >= seq) {
       const int rows = int(seq - t0);
-      h_ring[now][rows - 1][lane] = first;                                  // there is no h before the first step
-      for (int r = rows; r < ROWS<T>; ++r) a_ring[now][r][lane] = T(1.0f);  // a = 1 and g = 0 change nothing
+      store_vector(&h_ring[now][rows - 1][own], first);  // there is no h before the first step
+      for (int r = rows; r < ROWS<T>; ++r) {             // a = 1 and g = 0 change nothing
+        UNROLL
+        for (int i = 0; i < PAIR<T>; ++i) a_ring[now][r][own + i] = T(1.0f);
+      }
     }
     const Words<T> g_words(g_ring[now]), a_words(a_ring[now]), h_words(h_ring[now]);
     UNROLL
     for (int r = 0; r < ROWS<T>; ++r) {
-      const Sum lambda = g_words[r] + carry;
-      carry = a_words[r] * lambda;
-      h_ring[now][r][lane] = T(lambda * h_words[r]);  // da and db take the place of h and g
-      g_ring[now][r][lane] = T(lambda);
+      Vector<T, PAIR<T>> of_a, of_b;
+      UNROLL
+      for (int i = 0; i < PAIR<T>; ++i) {
+        const Sum lambda = g_words(r, i) + carry[i];
+        carry[i] = a_words(r, i) * lambda;
+        of_a[i] = T(lambda * h_words(r, i));
+        of_b[i] = T(lambda);
+      }
+      store_vector(&h_ring[now][r][own], of_a);  // da and db take the place of h and g
+      store_vector(&g_ring[now][r][own], of_b);
     }
     __syncwarp();  // all channels of da and db are there
     da_strip.store(h_ring[now]);
     db_strip.store(g_ring[now]);
     free = now, now = now + 1 < STAGES ? now + 1 : 0;
   }
-  if (own && dh0.size[0]) dh0(batch, channel0 + lane) = T(carry);
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    if (dh0.size[0] && own + i < da_strip.cols) dh0(batch, channel0 + own + i) = T(carry[i]);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -220,11 +248,11 @@ bool in_groups(const Views&... views) {
 }
 
 // One of two kernels, a block for each strip.
-template <auto BY_GROUPS, auto BY_WORDS, typename... Arguments>
-void launch_strips(bool groups, Input<3> a, Stream stream, Arguments... arguments) {
-  const Grid grid{a.size[0] * ceil_div(a.size[2], STRIP)};
-  if (groups) launch<BY_GROUPS>(grid, dim3(STRIP), 0, stream, arguments...);
-  else launch<BY_WORDS>(grid, dim3(STRIP), 0, stream, arguments...);
+template <auto BY_GROUPS, auto BY_WORDS, typename T, typename... Arguments>
+void launch_strips(bool groups, const View<const T, 3>& a, Stream stream, Arguments... arguments) {
+  const Grid grid{a.size[0] * ceil_div(a.size[2], STRIP<T>)};
+  if (groups) launch<BY_GROUPS>(grid, dim3(LANES), 0, stream, arguments...);
+  else launch<BY_WORDS>(grid, dim3(LANES), 0, stream, arguments...);
 }
 
 void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, bool reverse, Stream stream) {
@@ -232,7 +260,7 @@ void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, bool reverse, Stream
     const auto in_time = [&](auto x) { return reverse ? flipped(x, 1) : x; };
     const auto av = in_time(a.as<T>()), bv = in_time(b.as<T>());
     const auto hv = in_time(h.as<T>());
-    launch_strips<scan_pipelined<T, true>, scan_pipelined<T, false>>(in_groups(av, bv, hv), a, stream, av, bv,
+    launch_strips<scan_pipelined<T, true>, scan_pipelined<T, false>>(in_groups(av, bv, hv), av, stream, av, bv,
                                                                      h0.as<T>(), hv);
   });
 }
@@ -244,6 +272,6 @@ void scan_backward(Input<3> g, Input<3> a, Input<3> h, Input<2> h0, Output<3> da
     const auto gv = in_time(g.as<T>()), av = in_time(a.as<T>()), hv = in_time(h.as<T>());
     const auto dav = in_time(da.as<T>()), dbv = in_time(db.as<T>());
     launch_strips<scan_pipelined_backward<T, true>, scan_pipelined_backward<T, false>>(
-        in_groups(gv, av, hv, dav, dbv), a, stream, gv, av, hv, h0.as<T>(), dav, dbv, dh0.as<T>());
+        in_groups(gv, av, hv, dav, dbv), av, stream, gv, av, hv, h0.as<T>(), dav, dbv, dh0.as<T>());
   });
 }

@@ -34,25 +34,32 @@
 #include "common/launch.h"
 #include "common/numeric.h"
 #include "common/ordering.h"
+#include "common/scan.h"
 #include "common/tile.h"
 #include "common/vector.h"
 #include "common/view.h"
 
 constexpr unsigned ALL = 0xffffffff;
-constexpr int LINE = 32;   // words of 128 bytes: the ticket has a line for itself, the flags come after it
-constexpr int WARPS = 8;   // of a tile of one channel, at most
-constexpr int GROUPS = 4;  // of 16 bytes that a lane takes of each tensor in it
+constexpr int LANES = 32;
+constexpr int LINE = 16;                        // words of 128 bytes: the ticket has a line for itself
+constexpr int WARPS = 8;                        // of a tile of one channel, at most
+constexpr int GROUPS = 8;                       // of 16 bytes that a lane takes of each tensor in it
+constexpr int BLOCKS = 4, BLOCKS_BACKWARD = 3;  // of rows, that a multiprocessor has at a time
+constexpr int WINDOW = 8;  // tiles of a strip that a lane looks back at; a warp of a row looks at LANES
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // steps of such a group
-constexpr int STRIP = 32;                  // channels of a strip
 template <typename T>
-constexpr int STEPS = 256 / int(sizeof(T));  // of its tiles: 8 KiB of each tensor, so that 9 to 13 fit a multiprocessor
+constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;  // channels of a lane in a strip
+template <typename T>
+constexpr int STRIP = LANES * PAIR<T>;  // channels of a strip: 128 bytes, in double 256
+template <typename T>
+constexpr int STEPS = 8192 / (STRIP<T> * int(sizeof(T)));  // of its tiles: 8 KiB of each tensor, so that 9 to 13 fit
 
 template <typename T>
-using Piece = T[STEPS<T>][STRIP];  // [step][channel]: in a row every lane has a bank of its own
+using Piece = T[STEPS<T>][STRIP<T>];  // [step][channel]: in a row every lane has a bank of its own
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+__device__ __forceinline__ int lane_id() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x / LANES; }
 
 // The same bytes as another type.
 template <typename To, typename From>
@@ -61,84 +68,88 @@ __device__ __forceinline__ To bits_of(const From& from) {
   return *reinterpret_cast<const To*>(&from);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What a piece of time makes of the state before it. The product is kept in double: rounded to float at each step, with a
-// a little below 1, it always loses to the same side, and a thousand tiles add that up.
 template <typename Sum>
-struct Map {
-  double a = 1;
-  Sum b = 0;  // of no step
+__device__ __forceinline__ LongMap<Sum> shuffle(const LongMap<Sum>& map, int lane) {
+  return {__shfl_sync(ALL, map.a, lane), __shfl_sync(ALL, map.low, lane), __shfl_sync(ALL, map.b, lane)};
+}
 
-  // b is where the piece leads from 0, also if a, a product, has overflowed: infinity times 0 would be NaN.
-  __device__ __forceinline__ Sum operator()(Sum state) const { return state == 0 ? b : Sum(a) * state + b; }
+template <typename Sum>
+__device__ __forceinline__ LongMap<Sum> shuffle_up(const LongMap<Sum>& map, int distance) {
+  return {__shfl_up_sync(ALL, map.a, distance), __shfl_up_sync(ALL, map.low, distance),
+          __shfl_up_sync(ALL, map.b, distance)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What tiles tell each other of a channel: two numbers, in words of 8 bytes, half of each a part of the number and half
+// what the number is. A word is there or not, by itself, so that no fence and no flag has to say when.
+enum What : uint32_t { NOTHING, MAP, STATE };  // of the tile, or after it: then the map does not matter any more
+struct alignas(8) Word {
+  uint32_t part, what;
+};
+template <typename Sum>
+constexpr int PARTS = int(sizeof(Sum)) / 4;
+template <typename Sum>
+struct alignas(Sum) Parts {
+  uint32_t part[PARTS<Sum>];
 };
 
-// Two pieces, the older one first: not the same as the other way round.
 template <typename Sum>
-__device__ __forceinline__ Map<Sum> combine(Map<Sum> older, Map<Sum> newer) {
-  return {newer.a * older.a, newer(older.b)};
+__device__ __forceinline__ void tell(Word* words, Sum number, What what) {
+  const auto parts = bits_of<Parts<Sum>>(number);
+  UNROLL
+  for (int i = 0; i < PARTS<Sum>; ++i) store_relaxed(&words[i], Word{parts.part[i], what});
 }
 
 template <typename Sum>
-__device__ __forceinline__ Map<Sum> shuffle(Map<Sum> map, int lane) {
-  return {__shfl_sync(ALL, map.a, lane), __shfl_sync(ALL, map.b, lane)};
-}
+struct Told {
+  What what = NOTHING;
+  Sum number;
 
-template <typename Sum>
-__device__ __forceinline__ Map<Sum> shuffle_up(Map<Sum> map, int distance) {
-  return {__shfl_up_sync(ALL, map.a, distance), __shfl_up_sync(ALL, map.b, distance)};
-}
+  __device__ __forceinline__ explicit Told(const Word* words) {
+    Parts<Sum> parts;
+    UNROLL
+    for (int i = 0; i < PARTS<Sum>; ++i) {
+      const Word word = load_relaxed(&words[i]);
+      parts.part[i] = word.part;
+      what = i == 0 || word.what == what ? What(word.what) : NOTHING;  // one half is new, the other not yet
+    }
+    number = bits_of<Sum>(parts);
+  }
+};
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A tile among those of its chain, and what they tell each other.
-enum Flag : unsigned { NOTHING, MAP, STATE };  // what a tile has told: its map, or also the state after it
-enum Told { A, B, AFTER };                     // the map's two parts, and the state
-
+// A tile among those of its chain.
 template <typename Sum>
 struct Place {
-  int64_t chain, tile, tiles;
-  unsigned* flags;    // of the chain's tiles
-  View<Sum, 4> told;  // [chain, tile, what, channel]
+  int64_t chain, tile, tiles, width;
+  Word* told;  // of the chain: [tile][a, b][channel]
 
   // Takes the next ticket. Chains go side by side, so that those before it in its own chain are further on than it.
-  __device__ __forceinline__ Place(const View<float, 1>& words, const View<Sum, 4>& told)
-      : tiles(told.size[1]), told(told) {
+  __device__ __forceinline__ Place(const View<double, 1>& words, int64_t chains, int64_t tiles, int64_t width)
+      : tiles(tiles), width(width) {
     __shared__ unsigned ticket;
-    unsigned* const first = reinterpret_cast<unsigned*>(words.data);
-    if (threadIdx.x == 0) ticket = atomicAdd(first, 1u);
+    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u);
     __syncthreads();  // the ticket is there
-    chain = ticket % told.size[0], tile = ticket / told.size[0];
-    flags = first + LINE + chain * tiles;
+    chain = ticket % chains, tile = ticket / chains;
+    told = reinterpret_cast<Word*>(words.data) + LINE + chain * tiles * 2 * width * PARTS<Sum>;
   }
 
   __device__ __forceinline__ bool last() const { return tile + 1 == tiles; }
 
-  // By one warp: what its lanes have written to `told` is for all to see.
-  __device__ __forceinline__ void tell(Flag flag) const {
-    __syncwarp();  // all lanes have written
-    if (lane_id() == 0) store_release(&flags[tile], flag);
-    __syncwarp();  // and they go on together
+  __device__ __forceinline__ Word* a_of(int64_t tile, int64_t channel) const {
+    return told + (tile * 2 * width + channel) * PARTS<Sum>;
+  }
+  __device__ __forceinline__ Word* b_of(int64_t tile, int64_t channel) const {
+    return a_of(tile, channel) + width * PARTS<Sum>;
   }
 
-  // By one warp: the newest tile before this one that has told its state; all since then have told their maps.
-  __device__ __forceinline__ int64_t newest_state() const {
-    int64_t end = tile;
-    while (true) {
-      const int64_t other = end - 1 - lane_id();
-      const unsigned flag = other >= 0 ? load_acquire(&flags[other]) : unsigned(NOTHING);
-      const unsigned states = __ballot_sync(ALL, flag == STATE);
-      const unsigned stops = __ballot_sync(ALL, flag != MAP);
-      const int nearest = __ffs(int(stops)) - 1;
-      if (stops == 0) {
-        end -= 32;  // further back
-      } else if (states >> nearest & 1) {
-        __syncwarp();  // what a lane has seen, all lanes have seen
-        return end - 1 - nearest;
-      } else {
-        spin_hint();
-        end = tile;  // from the beginning: nearer ones may have told their states by now
-      }
-    }
+  // The first tile has no use for its map, and of the last one nobody asks.
+  __device__ __forceinline__ void tell_map(int64_t channel, const LongMap<Sum>& map) const {
+    if (tile == 0 || last()) return;
+    tell(a_of(tile, channel), map.a + map.low, MAP);
+    tell(b_of(tile, channel), map.b, MAP);
+  }
+  __device__ __forceinline__ void tell_state(int64_t channel, Sum state) const {
+    if (!last()) tell(b_of(tile, channel), state, STATE);
   }
 };
 
@@ -146,8 +157,7 @@ struct Place {
 // A tile of a strip: where it is, and how much of it is there. WHOLE: 16 bytes lie together.
 template <typename T, bool WHOLE>
 struct Strip {
-  static constexpr int ACROSS = STRIP / WIDE<T>, STEP = 32 / ACROSS;  // lanes for a row, and rows at a time
-  static constexpr int BATCH = 16;                                    // words on their way in registers
+  static constexpr int ACROSS = STRIP<T> / WIDE<T>, STEP = LANES / ACROSS;  // lanes for a row, and rows at a time
   T* data;
   int64_t stride_t, stride_c;
   int rows, cols;
@@ -157,7 +167,7 @@ struct Strip {
         stride_t(x.stride[1]),
         stride_c(x.stride[2]),
         rows(int(min(x.size[1] - t, int64_t(STEPS<T>)))),
-        cols(int(min(x.size[2] - channel, int64_t(STRIP)))) {}
+        cols(int(min(x.size[2] - channel, int64_t(STRIP<T>)))) {}
 
   // Starts the copies of all that is there; a warp's.
   template <typename To>
@@ -170,12 +180,14 @@ struct Strip {
       for (int r = lane / ACROSS; r < rows; r += STEP, from += STEP * stride_t) {
         if (c < cols) async_copy<16>(&tile[r][c], from);
       }
-    } else if (lane < cols) {
-      const T* from = data + lane * stride_c;
-#pragma unroll BATCH
-      for (int r = 0; r < rows; ++r, from += stride_t) {
-        if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][lane], from);
-        else tile[r][lane] = *from;  // cp.async takes no less than 4 bytes
+    } else {
+      for (int c = lane; c < cols; c += LANES) {
+        const T* from = data + c * stride_c;
+#pragma unroll 16
+        for (int r = 0; r < rows; ++r, from += stride_t) {
+          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from);
+          else tile[r][c] = *from;  // cp.async takes no less than 4 bytes
+        }
       }
     }
   }
@@ -189,87 +201,116 @@ struct Strip {
       for (int r = lane / ACROSS; r < rows; r += STEP, to += STEP * stride_t) {
         if (c < cols) store_vector(to, load_vector<WIDE<T>>(&tile[r][c]));
       }
-    } else if (lane < cols) {
-      T* to = data + lane * stride_c;
+    } else {
+      for (int c = lane; c < cols; c += LANES) {
+        T* to = data + c * stride_c;
 #pragma unroll 8
-      for (int r = 0; r < rows; ++r, to += stride_t) *to = tile[r][lane];
+        for (int r = 0; r < rows; ++r, to += stride_t) *to = tile[r][c];
+      }
     }
   }
 };
 
-// The state of a lane's channel before a tile, from the tile's map; `first` is before the first one.
-template <typename Sum>
-__device__ __forceinline__ Sum look_back(const Place<Sum>& place, Map<Sum> own, Sum first) {
-  constexpr int AT_ONCE = 8;  // maps on their way
-  const auto told = [&](int64_t tile, Told what) -> Sum& { return place.told(place.chain, tile, what, lane_id()); };
-  Sum state = first;
-  if (place.tile > 0) {
-    if (!place.last()) {
-      told(place.tile, A) = Sum(own.a), told(place.tile, B) = own.b;
-      place.tell(MAP);
-    }
-    const int64_t known = place.newest_state();
-    state = told(known, AFTER);
-#pragma unroll 1
-    for (int64_t next = known + 1; next < place.tile; next += AT_ONCE) {
-      const int count = int(min(place.tile - next, int64_t(AT_ONCE)));
-      Map<Sum> maps[AT_ONCE];
+// The states before a tile, of a lane's `count` channels, which are LANES apart in what is told; `state` is that before
+// the first tile. From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
+template <int PAIR, typename Sum>
+__device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR], int count) {
+  if (place.tile == 0) return;
+  const int64_t oldest = place.tile - WINDOW;
+  Sum first[PAIR];
+  UNROLL
+  for (int i = 0; i < PAIR; ++i) first[i] = state[i];
+  while (true) {
+    bool known = true;
+    UNROLL
+    for (int i = 0; i < PAIR; ++i) {
+      if (i >= count) continue;
+      What what[WINDOW];
+      Sum a[WINDOW], b[WINDOW];
       UNROLL
-      for (int k = 0; k < AT_ONCE; ++k) {
-        if (k < count) maps[k] = {told(next + k, A), told(next + k, B)};
+      for (int k = 0; k < WINDOW; ++k) {
+        if (oldest + k < 0) continue;
+        const Told<Sum> of_a(place.a_of(oldest + k, i * LANES + lane_id()));
+        const Told<Sum> of_b(place.b_of(oldest + k, i * LANES + lane_id()));
+        a[k] = of_a.number, b[k] = of_b.number;
+        what[k] = of_b.what == MAP && of_a.what != MAP ? NOTHING : of_b.what;
       }
+      bool there = oldest <= 0;  // the window begins before the first tile
+      state[i] = first[i];
       UNROLL
-      for (int k = 0; k < AT_ONCE; ++k) {
-        if (k < count) state = maps[k](state);
+      for (int k = 0; k < WINDOW; ++k) {
+        if (oldest + k < 0) continue;
+        if (what[k] == STATE) there = true, state[i] = b[k];
+        else if (what[k] == MAP) state[i] = LongMap<Sum>{a[k], 0, b[k]}(state[i]);
+        else there = false;
       }
+      known = known && there;
     }
+    if (known) return;
+    spin_hint();
   }
-  if (!place.last()) {
-    told(place.tile, AFTER) = own(state);
-    place.tell(STATE);
-  }
-  return state;
 }
 
-// grid (chains * tiles), block (32)
+// Tells the maps, finds the states before the tile, and tells those after it.
+template <int PAIR, typename Sum>
+__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&map)[PAIR], Sum (&state)[PAIR],
+                                        int count) {
+  UNROLL
+  for (int i = 0; i < PAIR; ++i) {
+    if (i < count) place.tell_map(i * LANES + lane_id(), map[i]);
+  }
+  look_back(place, state, count);
+  UNROLL
+  for (int i = 0; i < PAIR; ++i) {
+    if (i < count) place.tell_state(i * LANES + lane_id(), map[i](state[i]));
+  }
+}
+
+// grid (chains * tiles), block (LANES)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(32) scan_strips(View<const T, 3> a,              // [batch, seq, channels]
-                                                  View<const T, 3> b,              // [batch, seq, channels]
-                                                  View<const T, 2> h0,             // [batch, channels], or empty
-                                                  View<T, 3> h,                    // [batch, seq, channels]
-                                                  View<float, 1> words,            // ticket and flags, zeros
-                                                  View<Accumulator<T>, 4> told) {  // [chain, tile, what, channel]
+__global__ void __launch_bounds__(LANES) scan_strips(View<const T, 3> a,     // [batch, seq, channels]
+                                                     View<const T, 3> b,     // [batch, seq, channels]
+                                                     View<const T, 2> h0,    // [batch, channels], or empty
+                                                     View<T, 3> h,           // [batch, seq, channels]
+                                                     View<double, 1> words,  // the ticket, and what is told: zeros
+                                                     int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   alignas(16) __shared__ Piece<T> a_tile, b_tile;
-  const Place<Sum> place(words, told);
-  const int64_t strips = ceil_div(h.size[2], STRIP), batch = place.chain / strips;
-  const int64_t channel0 = place.chain % strips * STRIP, t0 = place.tile * STEPS<T>;
-  const int lane = lane_id();
+  const Place<Sum> place(words, chains, tiles, STRIP<T>);
+  const int64_t strips = ceil_div(h.size[2], STRIP<T>), batch = place.chain / strips;
+  const int64_t channel0 = place.chain % strips * STRIP<T>, t0 = place.tile * STEPS<T>;
 
   const Strip<T, WHOLE> h_strip(h, batch, t0, channel0);
   Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
   Strip<const T, WHOLE>(b, batch, t0, channel0).fetch(b_tile);
   async_commit();
-  const bool own = lane < h_strip.cols;
-  Sum state = place.tile == 0 && own && h0.size[0] ? Sum(h0(batch, channel0 + lane)) : Sum(0);
+  const int own = lane_id() * PAIR<T>, count = h_strip.cols - own;  // the lane's channels, if there are so many
+  Sum state[PAIR<T>];
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    state[i] = place.tile == 0 && h0.size[0] && i < count ? Sum(h0(batch, channel0 + own + i)) : Sum(0);
+  }
   async_wait<0>();
   __syncwarp();  // all lanes' copies are there
 
-  Map<Sum> map;
-  if (own) {
+  LongMap<Sum> map[PAIR<T>];
 #pragma unroll 16
-    for (int r = 0; r < h_strip.rows; ++r) {
-      const Sum a_now = Sum(a_tile[r][lane]);
-      map = {double(a_now) * map.a, a_now * map.b + Sum(b_tile[r][lane])};
-    }
+  for (int r = 0; r < h_strip.rows; ++r) {
+    const auto a_now = load_vector<PAIR<T>>(&a_tile[r][own]), b_now = load_vector<PAIR<T>>(&b_tile[r][own]);
+    UNROLL
+    for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * map[i].b + Sum(b_now[i]));
   }
-  state = look_back(place, map, state);
-  if (own) {
+  hand_on(place, map, state, count);
 #pragma unroll 16
-    for (int r = 0; r < h_strip.rows; ++r) {
-      state = Sum(a_tile[r][lane]) * state + Sum(b_tile[r][lane]);
-      b_tile[r][lane] = T(state);  // h takes the place of b
+  for (int r = 0; r < h_strip.rows; ++r) {
+    const auto a_now = load_vector<PAIR<T>>(&a_tile[r][own]), b_now = load_vector<PAIR<T>>(&b_tile[r][own]);
+    Vector<T, PAIR<T>> h_now;
+    UNROLL
+    for (int i = 0; i < PAIR<T>; ++i) {
+      state[i] = Sum(a_now[i]) * state[i] + Sum(b_now[i]);
+      h_now[i] = T(state[i]);
     }
+    store_vector(&b_tile[r][own], h_now);  // h takes the place of b
   }
   __syncwarp();  // all channels of h are there
   h_strip.store(b_tile);
@@ -277,55 +318,67 @@ __global__ void __launch_bounds__(32) scan_strips(View<const T, 3> a,           
 
 // All views run from the last step to the first, as the scan does: h[t + 1] is the state before step t. What is handed
 // on is a[t] lambda[t], what later steps give to the next state: a step makes a (g + carry) of it.
-// grid (chains * tiles), block (32)
+// grid (chains * tiles), block (LANES)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(32)
-    scan_strips_backward(View<const T, 3> g,              // [batch, seq, channels]
-                         View<const T, 3> a,              // [batch, seq, channels]
-                         View<const T, 3> h,              // [batch, seq, channels]
-                         View<const T, 2> h0,             // [batch, channels], or empty
-                         View<T, 3> da,                   // [batch, seq, channels]
-                         View<T, 3> db,                   // [batch, seq, channels]
-                         View<T, 2> dh0,                  // [batch, channels], or empty
-                         View<float, 1> words,            // ticket and flags, zeros
-                         View<Accumulator<T>, 4> told) {  // [chain, tile, what, channel]
+__global__ void __launch_bounds__(LANES)
+    scan_strips_backward(View<const T, 3> g,     // [batch, seq, channels]
+                         View<const T, 3> a,     // [batch, seq, channels]
+                         View<const T, 3> h,     // [batch, seq, channels]
+                         View<const T, 2> h0,    // [batch, channels], or empty
+                         View<T, 3> da,          // [batch, seq, channels]
+                         View<T, 3> db,          // [batch, seq, channels]
+                         View<T, 2> dh0,         // [batch, channels], or empty
+                         View<double, 1> words,  // the ticket, and what is told: zeros
+                         int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   alignas(16) __shared__ Piece<T> g_tile, a_tile, h_tile;
-  const Place<Sum> place(words, told);
-  const int64_t strips = ceil_div(da.size[2], STRIP), batch = place.chain / strips;
-  const int64_t channel0 = place.chain % strips * STRIP, t0 = place.tile * STEPS<T>;
-  const int lane = lane_id();
+  const Place<Sum> place(words, chains, tiles, STRIP<T>);
+  const int64_t strips = ceil_div(da.size[2], STRIP<T>), batch = place.chain / strips;
+  const int64_t channel0 = place.chain % strips * STRIP<T>, t0 = place.tile * STEPS<T>;
 
   const Strip<T, WHOLE> da_strip(da, batch, t0, channel0), db_strip(db, batch, t0, channel0);
   Strip<const T, WHOLE>(g, batch, t0, channel0).fetch(g_tile);
   Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
   Strip<const T, WHOLE>(h, batch, t0 + 1, channel0).fetch(h_tile);
   async_commit();
-  const int rows = da_strip.rows;
-  const bool own = lane < da_strip.cols, first = place.last();  // the tile in which time begins
-  const T start = first && own && h0.size[0] ? h0(batch, channel0 + lane) : T(0.0f);
+  const bool first = place.last();  // the tile in which time begins
+  const int rows = da_strip.rows, own = lane_id() * PAIR<T>, count = da_strip.cols - own;
+  Vector<T, PAIR<T>> start;
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    start[i] = first && h0.size[0] && i < count ? h0(batch, channel0 + own + i) : T(0.0f);
+  }
   async_wait<0>();
   __syncwarp();  // all lanes' copies are there
 
-  Map<Sum> map;
-  if (own) {
-    if (first) h_tile[rows - 1][lane] = start;  // there is no h before the first step
+  if (first) store_vector(&h_tile[rows - 1][own], start);  // there is no h before the first step
+  LongMap<Sum> map[PAIR<T>];
 #pragma unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const Sum a_now = Sum(a_tile[r][lane]);
-      map = {double(a_now) * map.a, a_now * (Sum(g_tile[r][lane]) + map.b)};
-    }
+  for (int r = 0; r < rows; ++r) {
+    const auto g_now = load_vector<PAIR<T>>(&g_tile[r][own]), a_now = load_vector<PAIR<T>>(&a_tile[r][own]);
+    UNROLL
+    for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + map[i].b));
   }
-  Sum carry = look_back(place, map, Sum(0));
-  if (own) {
+  Sum carry[PAIR<T>] = {};
+  hand_on(place, map, carry, count);
 #pragma unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const Sum lambda = Sum(g_tile[r][lane]) + carry;
-      carry = Sum(a_tile[r][lane]) * lambda;
-      h_tile[r][lane] = T(lambda * Sum(h_tile[r][lane]));  // da and db take the place of h and g
-      g_tile[r][lane] = T(lambda);
+  for (int r = 0; r < rows; ++r) {
+    const auto g_now = load_vector<PAIR<T>>(&g_tile[r][own]), a_now = load_vector<PAIR<T>>(&a_tile[r][own]);
+    const auto h_now = load_vector<PAIR<T>>(&h_tile[r][own]);
+    Vector<T, PAIR<T>> da_now, db_now;
+    UNROLL
+    for (int i = 0; i < PAIR<T>; ++i) {
+      const Sum lambda = Sum(g_now[i]) + carry[i];
+      carry[i] = Sum(a_now[i]) * lambda;
+      da_now[i] = T(lambda * Sum(h_now[i]));
+      db_now[i] = T(lambda);
     }
-    if (first && dh0.size[0]) dh0(batch, channel0 + lane) = T(carry);
+    store_vector(&h_tile[r][own], da_now);  // da and db take the place of h and g
+    store_vector(&g_tile[r][own], db_now);
+  }
+  UNROLL
+  for (int i = 0; i < PAIR<T>; ++i) {
+    if (first && dh0.size[0] && i < count) dh0(batch, channel0 + own + i) = T(carry[i]);
   }
   __syncwarp();  // all channels of da and db are there
   da_strip.store(h_tile);
@@ -333,8 +386,13 @@ __global__ void __launch_bounds__(32)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A lane's groups of a tile of a row: in shared memory each has a place that only this lane reads. STEP: 1 or -1 if steps
-// lie side by side in this direction, in whole groups of 16 bytes, 0 if anyhow.
+// One channel. A warp copies a piece of it, 16 bytes a lane, neighbours side by side; then a lane takes GROUPS such groups
+// that follow each other. STEP: 1 or -1 if steps lie side by side in this direction, in whole groups, 0 if anyhow.
+template <typename T>
+constexpr int PIECE = LANES * GROUPS * WIDE<T>;  // steps of a warp
+constexpr int PLACES = LANES * (GROUPS + 1);     // groups in shared memory: after those of a lane one that nobody uses,
+                                                 // so that the lanes' first ones lie in different banks
+
 template <typename T, int STEP>
 struct Row {
   using Items = Vector<std::remove_const_t<T>, WIDE<T>>;
@@ -344,42 +402,45 @@ struct Row {
   __device__ __forceinline__ Row(const View<T, 3>& x, int64_t batch, int64_t channel)
       : data(&x(batch, 0, channel)), seq(x.size[1]), stride(STEP ? STEP : x.stride[1]) {}
 
-  // Starts the copy of the group that begins at step t; `outside` stands for steps past the end.
-  __device__ __forceinline__ void fetch(Items* place, int64_t t, T outside) const {
+  // Starts the copies of the piece that begins at step t0; `outside` stands for steps past the end.
+  __device__ __forceinline__ void fetch(Items* places, int64_t t0, T outside) const {
     if constexpr (STEP) {
-      if (t < seq) async_copy<16>(place, group(t));
-    } else {
+      Items none;
       UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) {
-        if (t + i < seq) {
-          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&(*place)[i], data + (t + i) * stride);
-          else (*place)[i] = data[(t + i) * stride];  // cp.async takes no less than 4 bytes
-        } else {
-          (*place)[i] = outside;
-        }
+      for (int i = 0; i < WIDE<T>; ++i) none[i] = outside;
+      UNROLL
+      for (int group = lane_id(); group < LANES * GROUPS; group += LANES) {
+        const int64_t t = t0 + group * WIDE<T>;
+        if (t < seq) async_copy<16>(&places[group + group / GROUPS], of_group(t));
+        else places[group + group / GROUPS] = none;
       }
-    }
-    if (STEP && t >= seq) {
-      Items items;
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;
-      *place = items;
+    } else {
+#pragma unroll 8
+      for (int i = lane_id(); i < PIECE<T>; i += LANES) {
+        if (t0 + i >= seq) word(places, i) = outside;
+        else if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&word(places, i), data + (t0 + i) * stride);
+        else word(places, i) = data[(t0 + i) * stride];  // cp.async takes no less than 4 bytes
+      }
     }
   }
 
-  __device__ __forceinline__ void store(int64_t t, const Items& items) const {
+  __device__ __forceinline__ void store(const Items* places, int64_t t0) const {
     if constexpr (STEP) {
-      if (t < seq) store_vector(group(t), in_time(items));
-    } else {
       UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) {
-        if (t + i < seq) data[(t + i) * stride] = items[i];
+      for (int group = lane_id(); group < LANES * GROUPS; group += LANES) {
+        const int64_t t = t0 + group * WIDE<T>;
+        if (t < seq) store_vector(of_group(t), places[group + group / GROUPS]);
+      }
+    } else {
+#pragma unroll 8
+      for (int i = lane_id(); i < PIECE<T>; i += LANES) {
+        if (t0 + i < seq) data[(t0 + i) * stride] = word(places, i);
       }
     }
   }
 
   // In the order of time from that of memory, and back.
-  static __device__ __forceinline__ Items in_time(Items items) {
+  static __device__ __forceinline__ Items in_time(const Items& items) {
     Items result;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == -1 ? WIDE<T> - 1 - i : i];
@@ -387,218 +448,194 @@ struct Row {
   }
 
  private:
-  __device__ __forceinline__ T* group(int64_t t) const { return STEP == 1 ? data + t : data - t - (WIDE<T> - 1); }
+  // The 16 bytes of WIDE steps from t on.
+  __device__ __forceinline__ T* of_group(int64_t t) const { return STEP == 1 ? data + t : data - t - (WIDE<T> - 1); }
+
+  template <typename To>
+  static __device__ __forceinline__ auto& word(To* places, int i) {
+    return places[i / WIDE<T> + i / WIDE<T> / GROUPS][i % WIDE<T>];
+  }
 };
 
-// Where a lane has its groups of one of several tensors, 32 groups apart.
-template <typename T>
-__device__ __forceinline__ Vector<T, WIDE<T>>* places(Vector<T, WIDE<T>>* tile, int tensor) {
-  return tile + (tensor * (int(blockDim.x) / 32) + warp_id()) * GROUPS * 32 + lane_id();
-}
-
-// The step at which a thread's group begins.
-template <typename T>
-__device__ __forceinline__ int64_t step_of(int64_t tile, int group) {
-  const int64_t piece = (tile * (blockDim.x / 32) + warp_id()) * GROUPS + group;
-  return (piece * 32 + lane_id()) * WIDE<T>;
-}
-
-// The state before a tile of one channel, and the one after it, from its map; `first` is before the first tile.
+// By a warp, of one channel: the state before a tile. Each lane looks at one of the LANES tiles before.
 template <typename Sum>
-struct Around {
-  Sum before, after;
-};
-
-template <typename Sum>
-__device__ __forceinline__ Around<Sum> look_back_by_warp(const Place<Sum>& place, Map<Sum> own, Sum first) {
-  const auto told = [&](int64_t tile, Told what) -> Sum& { return place.told(place.chain, tile, what, 0); };
-  Sum state = first;
-  if (place.tile > 0) {
-    if (!place.last()) {
-      if (lane_id() == 0) told(place.tile, A) = Sum(own.a), told(place.tile, B) = own.b;
-      place.tell(MAP);
+__device__ __forceinline__ Sum look_back_by_warp(const Place<Sum>& place, Sum first) {
+  const int64_t other = place.tile - LANES + lane_id();
+  while (true) {
+    What what = STATE;  // before the first tile
+    LongMap<Sum> map;
+    map.b = first;
+    if (other >= 0) {
+      const Told<Sum> of_a(place.a_of(other, 0)), of_b(place.b_of(other, 0));
+      map.a = of_a.number, map.b = of_b.number;
+      what = of_b.what == MAP && of_a.what != MAP ? NOTHING : of_b.what;
     }
-    const int64_t known = place.newest_state();
-    state = told(known, AFTER);
-    for (int64_t next = known + 1; next < place.tile; next += 32) {
-      const int count = int(min(place.tile - next, int64_t(32)));
-      Map<Sum> map;
-      if (lane_id() < count) map = {told(next + lane_id(), A), told(next + lane_id(), B)};
+    // Newer tiles have higher lanes. From the newest state on there have to be all maps.
+    const int state_at = 31 - __clz(int(__ballot_sync(ALL, what == STATE)));
+    const int nothing_at = 31 - __clz(int(__ballot_sync(ALL, what == NOTHING)));
+    if (state_at > nothing_at) {
+      Sum state = __shfl_sync(ALL, map.b, state_at);
 #pragma unroll 4
-      for (int k = 0; k < count; ++k) state = shuffle(map, k)(state);
+      for (int k = state_at + 1; k < LANES; ++k) state = shuffle(map, k)(state);
+      return state;
     }
+    spin_hint();
   }
-  const Sum after = own(state);
-  if (!place.last()) {
-    if (lane_id() == 0) told(place.tile, AFTER) = after;
-    place.tell(STATE);
-  }
-  return {state, after};
 }
 
-// The state before each of a thread's groups, from their maps, and that after the tile.
+// The state before a lane's steps, which `own` is the map of; `after` is that after the tile.
 template <typename Sum>
-__device__ __forceinline__ Sum states_before(const Place<Sum>& place, const Map<Sum> (&own)[GROUPS], Sum first,
-                                             Sum (&before)[GROUPS]) {
-  __shared__ double a_of_warps[WARPS];
-  __shared__ Sum b_of_warps[WARPS];
-  __shared__ Sum state_before, state_after;  // the tile
-  Map<Sum> upto[GROUPS], of_warp;            // the map of a group's lanes up to this one
+__device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum> own, Sum first, Sum& after) {
+  __shared__ Sum a_of_warps[WARPS], low_of_warps[WARPS], b_of_warps[WARPS];
+  __shared__ Sum before_tile, after_tile;
+  const auto of_warp = [&](int warp) { return LongMap<Sum>{a_of_warps[warp], low_of_warps[warp], b_of_warps[warp]}; };
   UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    Map<Sum> map = own[v];
-    UNROLL
-    for (int distance = 1; distance <= 16; distance *= 2) {
-      const Map<Sum> older = shuffle_up(map, distance);
-      if (lane_id() >= distance) map = combine(older, map);  // the map of 2 distance lanes, or of all from lane 0 on
-    }
-    upto[v] = map;
-    of_warp = combine(of_warp, shuffle(map, 31));
+  for (int distance = 1; distance <= 16; distance *= 2) {
+    const LongMap<Sum> older = shuffle_up(own, distance);
+    if (lane_id() >= distance) own = combine(older, own);  // the map of 2 distance lanes, or of all from lane 0 on
   }
-  if (lane_id() == 0) a_of_warps[warp_id()] = of_warp.a, b_of_warps[warp_id()] = of_warp.b;
+  if (lane_id() == LANES - 1) {
+    a_of_warps[warp_id()] = own.a, low_of_warps[warp_id()] = own.low, b_of_warps[warp_id()] = own.b;
+  }
+  const LongMap<Sum> older = shuffle_up(own, 1);
   __syncthreads();  // the maps of all warps are there
   if (warp_id() == 0) {
-    Map<Sum> of_all;
-    for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) {
-      of_all = combine(of_all, Map<Sum>{a_of_warps[warp], b_of_warps[warp]});
+    LongMap<Sum> of_all;
+    for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
+    if (lane_id() == 0) place.tell_map(0, of_all);
+    const Sum state = look_back_by_warp(place, first);
+    if (lane_id() == 0) {
+      before_tile = state, after_tile = of_all(state);
+      place.tell_state(0, after_tile);
     }
-    const Around<Sum> around = look_back_by_warp(place, of_all, first);
-    if (lane_id() == 0) state_before = around.before, state_after = around.after;
   }
   __syncthreads();  // the state before the tile is there
-  Sum state = state_before;
-  for (int warp = 0; warp < warp_id(); ++warp) {
-    const Map<Sum> map{a_of_warps[warp], b_of_warps[warp]};
-    state = map(state);
-  }
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    const Map<Sum> older = shuffle_up(upto[v], 1);
-    before[v] = lane_id() > 0 ? older(state) : state;
-    state = shuffle(upto[v], 31)(state);
-  }
-  return state_after;
+  Sum state = before_tile;
+  for (int warp = 0; warp < warp_id(); ++warp) state = of_warp(warp)(state);
+  after = after_tile;
+  return lane_id() > 0 ? older(state) : state;
 }
 
-// grid (chains * tiles), block (32 W)
+// grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
-    scan_rows(View<const T, 3> a,              // [batch, seq, channels]
-              View<const T, 3> b,              // [batch, seq, channels]
-              View<const T, 2> h0,             // [batch, channels], or empty
-              View<T, 3> h,                    // [batch, seq, channels]
-              View<float, 1> words,            // ticket and flags, zeros
-              View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
+__global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
+    scan_rows(View<const T, 3> a,     // [batch, seq, channels]
+              View<const T, 3> b,     // [batch, seq, channels]
+              View<const T, 2> h0,    // [batch, channels], or empty
+              View<T, 3> h,           // [batch, seq, channels]
+              View<double, 1> words,  // the ticket, and what is told: zeros
+              int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  const Place<Sum> place(words, told);
+  const Place<Sum> place(words, chains, tiles, 1);
   const int64_t batch = place.chain / h.size[2], channel = place.chain % h.size[2];
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>;
 
   const Row<const T, STEP> a_row(a, batch, channel), b_row(b, batch, channel);
   const Row<T, STEP> h_row(h, batch, channel);
   DYNAMIC_SHARED(Items, tile);
-  Items *const a_tile = places<T>(tile, 0), *const b_tile = places<T>(tile, 1);
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    a_row.fetch(&a_tile[v * 32], step_of<T>(place.tile, v), T(1.0f));  // (1, 0) changes nothing
-    b_row.fetch(&b_tile[v * 32], step_of<T>(place.tile, v), T(0.0f));
-  }
+  Items *const a_tile = tile + warp_id() * 2 * PLACES, *const b_tile = a_tile + PLACES;
+  a_row.fetch(a_tile, t0, T(1.0f));  // (1, 0) changes nothing
+  b_row.fetch(b_tile, t0, T(0.0f));
   async_commit();
   const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
-  async_wait<0>();  // a lane reads what it has copied itself
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-  Map<Sum> own[GROUPS];
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    const Items a_now = a_row.in_time(a_tile[v * 32]), b_now = b_row.in_time(b_tile[v * 32]);
+  Items *const a_own = a_tile + lane_id() * (GROUPS + 1), *const b_own = b_tile + lane_id() * (GROUPS + 1);
+  LongMap<Sum> own;
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items a_now = a_row.in_time(a_own[group]), b_now = b_row.in_time(b_own[group]);
     UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) {
-      own[v] = {double(Sum(a_now[i])) * own[v].a, Sum(a_now[i]) * own[v].b + Sum(b_now[i])};
-    }
+    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * own.b + Sum(b_now[i]));
   }
-  Sum before[GROUPS];
-  states_before(place, own, first, before);
-
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    const Items a_now = a_row.in_time(a_tile[v * 32]), b_now = b_row.in_time(b_tile[v * 32]);
-    Sum state = before[v];
+  Sum after;
+  Sum state = state_before(place, own, first, after);
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items a_now = a_row.in_time(a_own[group]), b_now = b_row.in_time(b_own[group]);
     Items h_now;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
       state = Sum(a_now[i]) * state + Sum(b_now[i]);
       h_now[i] = T(state);
     }
-    h_row.store(step_of<T>(place.tile, v), h_now);
+    b_own[group] = h_row.in_time(h_now);  // h takes the place of b
   }
+  __syncwarp();  // all lanes' h are there
+  h_row.store(b_tile, t0);
 }
 
 // Time is turned around as in scan_strips_backward.
-// grid (chains * tiles), block (32 W)
+// grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(32 * WARPS, STEP && sizeof(T) < 8 ? 4 : 1)
-    scan_rows_backward(View<const T, 3> g,              // [batch, seq, channels]
-                       View<const T, 3> a,              // [batch, seq, channels]
-                       View<const T, 3> h,              // [batch, seq, channels]
-                       View<const T, 2> h0,             // [batch, channels], or empty
-                       View<T, 3> da,                   // [batch, seq, channels]
-                       View<T, 3> db,                   // [batch, seq, channels]
-                       View<T, 2> dh0,                  // [batch, channels], or empty
-                       View<float, 1> words,            // ticket and flags, zeros
-                       View<Accumulator<T>, 4> told) {  // [chain, tile, what, 1]
+__global__ void __launch_bounds__(LANES* WARPS, BLOCKS_BACKWARD)
+    scan_rows_backward(View<const T, 3> g,     // [batch, seq, channels]
+                       View<const T, 3> a,     // [batch, seq, channels]
+                       View<const T, 3> h,     // [batch, seq, channels]
+                       View<const T, 2> h0,    // [batch, channels], or empty
+                       View<T, 3> da,          // [batch, seq, channels]
+                       View<T, 3> db,          // [batch, seq, channels]
+                       View<T, 2> dh0,         // [batch, channels], or empty
+                       View<double, 1> words,  // the ticket, and what is told: zeros
+                       int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  const Place<Sum> place(words, told);
-  const int64_t batch = place.chain / da.size[2], channel = place.chain % da.size[2], seq = da.size[1];
+  const Place<Sum> place(words, chains, tiles, 1);
+  const int64_t batch = place.chain / da.size[2], channel = place.chain % da.size[2];
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>, next = t0 + PIECE<T>;
 
   const Row<const T, STEP> g_row(g, batch, channel), a_row(a, batch, channel), h_row(h, batch, channel);
   const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
   const T start = h0.size[0] ? h0(batch, channel) : T(0.0f);  // stands where h has ended: before the first step
   DYNAMIC_SHARED(Items, tile);
-  Items *const g_tile = places<T>(tile, 0), *const a_tile = places<T>(tile, 1), *const h_tile = places<T>(tile, 2);
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    g_row.fetch(&g_tile[v * 32], step_of<T>(place.tile, v), T(0.0f));
-    a_row.fetch(&a_tile[v * 32], step_of<T>(place.tile, v), T(1.0f));
-    h_row.fetch(&h_tile[v * 32], step_of<T>(place.tile, v), start);
-  }
+  Items* const g_tile = tile + warp_id() * 3 * PLACES;
+  Items *const a_tile = g_tile + PLACES, *const h_tile = a_tile + PLACES;
+  g_row.fetch(g_tile, t0, T(0.0f));
+  a_row.fetch(a_tile, t0, T(1.0f));
+  h_row.fetch(h_tile, t0, start);
   async_commit();
-  const int64_t next = step_of<T>(place.tile, GROUPS);  // in lane 0 the step after those of its warp
-  const T after_warp = lane_id() == 0 && next < seq ? h(batch, next, channel) : start;
-  async_wait<0>();  // a lane reads what it has copied itself
+  const T after_piece = lane_id() == LANES - 1 && next < da.size[1] ? h(batch, next, channel) : start;
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-  Map<Sum> own[GROUPS];
-  UNROLL
-  for (int v = 0; v < GROUPS; ++v) {
-    const Items g_now = g_row.in_time(g_tile[v * 32]), a_now = a_row.in_time(a_tile[v * 32]);
+  Items *const g_own = g_tile + lane_id() * (GROUPS + 1), *const a_own = a_tile + lane_id() * (GROUPS + 1);
+  Items* const h_own = h_tile + lane_id() * (GROUPS + 1);
+  LongMap<Sum> own;
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items g_now = g_row.in_time(g_own[group]), a_now = a_row.in_time(a_own[group]);
     UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) {
-      own[v] = {double(Sum(a_now[i])) * own[v].a, Sum(a_now[i]) * (Sum(g_now[i]) + own[v].b)};
-    }
+    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + own.b));
   }
-  Sum before[GROUPS];
-  const Sum after_tile = states_before(place, own, Sum(0), before);
+  Sum after_tile;
+  Sum carry = state_before(place, own, Sum(0), after_tile);
   if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(after_tile);
 
-  T next_group = after_warp;  // in lane 0 the state after the last step of lane 31
-  UNROLL
-  for (int v = GROUPS - 1; v >= 0; --v) {
-    const Items g_now = g_row.in_time(g_tile[v * 32]), a_now = a_row.in_time(a_tile[v * 32]);
-    const Items h_now = h_row.in_time(h_tile[v * 32]);
-    // The state after a lane's steps is the first of the next lane.
-    const Sum after = __shfl_sync(ALL, Sum(lane_id() == 0 ? next_group : h_now[0]), (lane_id() + 1) % 32);
-    next_group = h_now[0];
-    Sum carry = before[v];
+  Items h_now = h_row.in_time(h_own[0]);
+  const Sum after_lane = __shfl_down_sync(ALL, Sum(h_now[0]), 1);  // the state after a lane's steps
+  const Sum after = lane_id() < LANES - 1 ? after_lane : Sum(after_piece);
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items g_now = g_row.in_time(g_own[group]), a_now = a_row.in_time(a_own[group]);
+    const bool more = group + 1 < GROUPS;
+    const Items h_next = more ? h_row.in_time(h_own[group + 1]) : h_now;
+    const Sum after_group = more ? Sum(h_next[0]) : after;
     Items da_now, db_now;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) {
       const Sum lambda = Sum(g_now[i]) + carry;
-      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after));
+      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after_group));
       db_now[i] = T(lambda);
       carry = Sum(a_now[i]) * lambda;
     }
-    da_row.store(step_of<T>(place.tile, v), da_now), db_row.store(step_of<T>(place.tile, v), db_now);
+    h_own[group] = da_row.in_time(da_now), g_own[group] = db_row.in_time(db_now);  // in the place of h and g
+    h_now = h_next;
   }
+  __syncwarp();  // all lanes' da and db are there
+  da_row.store(h_tile, t0);
+  db_row.store(g_tile, t0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -607,70 +644,68 @@ bool in_groups(const Views&... views) {
   return (in_wide_groups(views, DIM) && ...);
 }
 
-// How time is cut is said by `told`: [chain, tile, 3, channel], one channel if a chain is a row. Checked, since nothing
-// of a kernel would tell.
+// How time is cut: tiles of a chain, which is a strip of channels, or one channel. Checked, since nothing of a kernel
+// would tell.
 template <typename T>
-void check(const View<T, 3>& x, const View<float, 1>& words, const View<Accumulator<T>, 4>& told) {
-  const int64_t width = told.size[3], strips = width == 1 ? x.size[2] : ceil_div(x.size[2], width);
-  const int64_t most = width == 1 ? GROUPS * 32 * WIDE<T> * WARPS : STEPS<T>;
-  if ((width != 1 && width != STRIP) || told.size[2] != 3 || told.size[0] != x.size[0] * strips ||
-      told.size[1] * most < x.size[1] || words.size[0] < LINE + told.size[0] * told.size[1]) {
+int64_t chains_of(const View<T, 3>& x, bool rows, int64_t tiles, const View<double, 1>& words) {
+  const int64_t width = rows ? 1 : STRIP<T>, chains = x.size[0] * ceil_div(x.size[2], width);
+  const int64_t most = rows ? PIECE<T> * WARPS : STEPS<T>;
+  if (tiles * most < x.size[1] || words.size[0] < LINE + chains * tiles * 2 * width * PARTS<Accumulator<T>>) {
     throw std::invalid_argument("scan_lookback: its scratch memory does not fit the problem");
   }
+  return chains;
 }
 
 // As many warps as let the tiles that there are hold all steps.
 template <typename T>
 dim3 row_block(int64_t seq, int64_t tiles) {
-  return dim3(unsigned(32 * ceil_div(ceil_div(seq, GROUPS * 32 * WIDE<T>), max(tiles, int64_t(1)))));
+  return dim3(unsigned(LANES * ceil_div(ceil_div(seq, PIECE<T>), max(tiles, int64_t(1)))));
 }
 
-void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, Output<4> told, bool reverse,
+void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, bool rows, int64_t tiles, bool reverse,
           Stream stream) {
   dispatch_floating(h.dtype, [&]<typename T>() {
     const auto in_time = [&](auto x) { return reverse ? flipped(x, 1) : x; };
     const auto av = a.as<T>(), bv = b.as<T>();
     const auto hv = h.as<T>();
-    const auto told_view = told.as<Accumulator<T>>();
-    check(hv, words.as<float>(), told_view);
+    const int64_t chains = chains_of(hv, rows, tiles, words.as<double>());
     const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
-      launch<KERNEL>({told.size[0] * told.size[1]}, block, shared, stream, in_time(av), in_time(bv), h0.as<T>(),
-                     in_time(hv), words.as<float>(), told_view);
+      launch<KERNEL>({chains * tiles}, block, shared, stream, in_time(av), in_time(bv), h0.as<T>(), in_time(hv),
+                     words.as<double>(), chains, tiles);
     };
-    if (told.size[3] == 1) {
-      const dim3 block = row_block<T>(h.size[1], told.size[1]);
-      const size_t shared = 2 * block.x * GROUPS * 16;
+    if (rows) {
+      const dim3 block = row_block<T>(h.size[1], tiles);
+      const size_t shared = 2 * block.x / LANES * PLACES * 16;
       if (!in_groups<1>(av, bv, hv)) run.template operator()<scan_rows<T, 0>>(block, shared);
       else if (reverse) run.template operator()<scan_rows<T, -1>>(block, shared);
       else run.template operator()<scan_rows<T, 1>>(block, shared);
     } else {
-      if (in_groups<2>(av, bv, hv)) run.template operator()<scan_strips<T, true>>(dim3(32), 0);
-      else run.template operator()<scan_strips<T, false>>(dim3(32), 0);
+      if (in_groups<2>(av, bv, hv)) run.template operator()<scan_strips<T, true>>(dim3(LANES), 0);
+      else run.template operator()<scan_strips<T, false>>(dim3(LANES), 0);
     }
   });
 }
 
 void scan_backward(Input<3> g, Input<3> a, Input<3> h, Input<2> h0, Output<3> da, Output<3> db, Output<2> dh0,
-                   InOut<1> words, Output<4> told, bool reverse, Stream stream) {
+                   InOut<1> words, bool rows, int64_t tiles, bool reverse, Stream stream) {
   dispatch_floating(h.dtype, [&]<typename T>() {
     const auto in_time = [&](auto x) { return reverse ? x : flipped(x, 1); };  // against the direction of the forward
     const auto gv = g.as<T>(), av = a.as<T>(), hv = h.as<T>();
     const auto dav = da.as<T>(), dbv = db.as<T>();
-    const auto told_view = told.as<Accumulator<T>>();
-    check(dav, words.as<float>(), told_view);
+    const int64_t chains = chains_of(dav, rows, tiles, words.as<double>());
     const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
-      launch<KERNEL>({told.size[0] * told.size[1]}, block, shared, stream, in_time(gv), in_time(av), in_time(hv),
-                     h0.as<T>(), in_time(dav), in_time(dbv), dh0.as<T>(), words.as<float>(), told_view);
+      launch<KERNEL>({chains * tiles}, block, shared, stream, in_time(gv), in_time(av), in_time(hv), h0.as<T>(),
+                     in_time(dav), in_time(dbv), dh0.as<T>(), words.as<double>(), chains, tiles);
     };
-    if (told.size[3] == 1) {
-      const dim3 block = row_block<T>(h.size[1], told.size[1]);
-      const size_t shared = 3 * block.x * GROUPS * 16;
+    if (rows) {
+      const dim3 block = row_block<T>(h.size[1], tiles);
+      const size_t shared = 3 * block.x / LANES * PLACES * 16;
       if (!in_groups<1>(gv, av, hv, dav, dbv)) run.template operator()<scan_rows_backward<T, 0>>(block, shared);
       else if (reverse) run.template operator()<scan_rows_backward<T, 1>>(block, shared);
       else run.template operator()<scan_rows_backward<T, -1>>(block, shared);
     } else {
-      if (in_groups<2>(gv, av, hv, dav, dbv)) run.template operator()<scan_strips_backward<T, true>>(dim3(32), 0);
-      else run.template operator()<scan_strips_backward<T, false>>(dim3(32), 0);
+      if (in_groups<2>(gv, av, hv, dav, dbv)) run.template operator()<scan_strips_backward<T, true>>(dim3(LANES), 0);
+      else run.template operator()<scan_strips_backward<T, false>>(dim3(LANES), 0);
     }
   });
 }

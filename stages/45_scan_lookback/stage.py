@@ -12,11 +12,12 @@ from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
 SECTOR = 32
-LINE = 32  # words before the flags: the ticket and what fills its line
-STRIP = 32  # channels of a strip
+LANES = 32
+LINE = 16  # words of 8 bytes before what is told: the ticket and what fills its line
 WARPS = 8  # of a tile of a row, at most
-GROUPS = 4  # of 16 bytes that a lane takes of a tensor in it
+GROUPS = 8  # of 16 bytes that a lane takes of a tensor in it
 FEWEST = 8  # tiles of a row, if it is so long that they can have a warp each
+STRIP_BYTES = 8192  # of a tensor in the tile of a strip
 
 
 class Cut(NamedTuple):
@@ -31,20 +32,22 @@ class Cut(NamedTuple):
 def cut(B: int, T: int, D: int, itemsize: int, rows: bool) -> Cut:
     """Strips of channels, or rows, each a channel."""
     if rows:
-        piece = GROUPS * 32 * 16 // itemsize  # steps of a warp
+        piece = GROUPS * LANES * 16 // itemsize  # steps of a warp
         pieces = -(-T // piece)
         tiles = -(-pieces // max(1, min(WARPS, pieces // FEWEST)))
         return Cut(B * D, tiles, 1, -(-pieces // max(1, tiles)) * piece)
-    steps = 256 // itemsize
-    return Cut(B * -(-D // STRIP), -(-T // steps), STRIP, steps)
+    width = LANES * (2 if itemsize == 2 else 1)
+    steps = STRIP_BYTES // (width * itemsize)
+    return Cut(B * -(-D // width), -(-T // steps), width, steps)
 
 
-def scratch(h: Tensor) -> tuple[Tensor, Tensor]:
-    """The ticket and the flags, which are zeros at every call, and the memory for what tiles tell each other."""
+def scratch(h: Tensor) -> tuple[Tensor, bool, int]:
+    """What tiles tell each other, zeros at every call, whether chains are rows, and of how many tiles."""
     rows = h.stride(1) < h.stride(2)  # steps lie closer than channels
     chains, tiles, width, _ = cut(*h.shape, h.element_size(), rows)
-    words = operator.empty((LINE + chains * tiles,), like=h, dtype=torch.float32)
-    return words.zero_(), operator.empty((chains, tiles, 3, width), like=h, dtype=accumulator(h.dtype))
+    parts = accumulator(h.dtype).itemsize // 4
+    words = operator.empty((LINE + chains * tiles * 2 * width * parts,), like=h, dtype=torch.float64)
+    return words.zero_(), rows, tiles
 
 
 def launch(kernels: Kernels, a: Tensor, b: Tensor, h0: Tensor, h: Tensor, reverse: bool) -> None:

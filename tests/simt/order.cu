@@ -10,7 +10,7 @@ using In = View<const float, 1>;
 using Out = View<float, 1>;
 constexpr int N = 64;  // threads of a block: two warps
 
-enum Missing { NOTHING, RELEASE, ACQUIRE, BEFORE, AFTER, FENCE };  // BEFORE, AFTER: the barrier there
+enum Missing { NOTHING, RELEASE, ACQUIRE, BEFORE, AFTER, FENCE, ORDER };  // BEFORE, AFTER: the barrier there
 
 __device__ __forceinline__ unsigned* word(Out words, int64_t i) { return reinterpret_cast<unsigned*>(&words(i)); }
 
@@ -24,6 +24,8 @@ __global__ void chain(In x, Out y, Out words) {
       if (MISSING == ACQUIRE) {
         volatile unsigned* const flag = word(words, block - 1);
         while (*flag == 0) __nanosleep(32);  // fault: chain_no_acquire
+      } else if (MISSING == ORDER) {
+        while (load_relaxed(word(words, block - 1)) == 0) spin_hint();
       } else {
         while (load_acquire(word(words, block - 1)) == 0) spin_hint();  // fault: chain_no_release
       }
@@ -36,6 +38,7 @@ __global__ void chain(In x, Out y, Out words) {
   if (MISSING != BEFORE) __syncthreads();  // all of it is written
   if (threadIdx.x == 0) {
     if (MISSING == RELEASE) *word(words, block) = 1;
+    else if (MISSING == ORDER) store_relaxed(word(words, block), 1u);
     else store_release(word(words, block), 1u);
   }
 }
@@ -83,16 +86,16 @@ __global__ void look_back(In x, Out y, Out words) {
     Sum* const sums = reinterpret_cast<Sum*>(&words(2));
     float sum = 0;
     for (int k = 0; k < N; ++k) sum += part[k];
-    if (block > 0) store_release(&sums[block], Sum{sum, 1});
+    if (block > 0) store_relaxed(&sums[block], Sum{sum, 1});
     float all = 0;
     for (int64_t other = block - 1; other >= 0; --other) {
       Sum found;
-      while ((found = load_acquire(&sums[other])).kind == 0) spin_hint();
+      while ((found = load_relaxed(&sums[other])).kind == 0) spin_hint();
       all += found.value;
       if (found.kind == 2) break;
     }
     before = all;
-    store_release(&sums[block], Sum{all + sum, 2});
+    store_relaxed(&sums[block], Sum{all + sum, 2});
   }
   __syncthreads();
   float sum = before;
@@ -255,6 +258,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, InOut<1> word
   KERNEL("chain", chain<NOTHING>);
   KERNEL("chain_no_release", chain<RELEASE>);
   KERNEL("chain_no_acquire", chain<ACQUIRE>);
+  KERNEL("chain_relaxed", chain<ORDER>);
   KERNEL("chain_no_barrier", chain<BEFORE>);
   KERNEL("chain_none_after", chain<AFTER>);
   KERNEL("fenced", fenced<NOTHING>);
