@@ -41,22 +41,34 @@
 
 constexpr unsigned ALL = 0xffffffff;
 constexpr int LANES = 32;
-constexpr int LINE = 16;                        // words of 128 bytes: the ticket has a line for itself
-constexpr int WARPS = 8;                        // of a tile of one channel, at most
-constexpr int GROUPS = 8;                       // of 16 bytes that a lane takes of each tensor in it
-constexpr int BLOCKS = 4, BLOCKS_BACKWARD = 3;  // of rows, that a multiprocessor has at a time
-constexpr int WINDOW = 8;  // tiles of a strip that a lane looks back at; a warp of a row looks at LANES
+constexpr int LINE = 16;  // words of 128 bytes: the ticket has a line for itself
 template <typename T>
-constexpr int WIDE = 16 / int(sizeof(T));  // steps of such a group
+constexpr int WIDE = 16 / int(sizeof(T));  // steps of 16 bytes
+
+// A tile of a strip of channels: up to STRIP_WARPS warps, each with 8 KiB of every tensor.
+constexpr int STRIP_WARPS = 4;
+constexpr int WINDOW = 8;  // tiles that a lane looks back at
 template <typename T>
-constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;  // channels of a lane in a strip
+constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;  // channels of a lane
 template <typename T>
-constexpr int STRIP = LANES * PAIR<T>;  // channels of a strip: 128 bytes, in double 256
+constexpr int STRIP = LANES * PAIR<T>;  // channels: 128 bytes side by side, in double 256
 template <typename T>
-constexpr int STEPS = 8192 / (STRIP<T> * int(sizeof(T)));  // of its tiles: 8 KiB of each tensor, so that 9 to 13 fit
+constexpr int STEPS = 8192 / (STRIP<T> * int(sizeof(T)));  // of a warp
+
+// A tile of one channel: up to ROW_WARPS warps, each with GROUPS times 16 bytes a lane.
+constexpr int ROW_WARPS = 8;
+constexpr int GROUPS = 4;
+constexpr int BLOCKS = 3, BLOCKS_BACKWARD = 2;  // that a multiprocessor has at a time
+template <typename T>
+constexpr int PIECE = LANES * GROUPS * WIDE<T>;  // steps of a warp
 
 template <typename T>
-using Piece = T[STEPS<T>][STRIP<T>];  // [step][channel]: in a row every lane has a bank of its own
+struct alignas(16) Piece {
+  T word[STEPS<T>][STRIP<T>];  // [step][channel]: in a row every lane has a bank of its own
+
+  __device__ T* operator[](int step) { return word[step]; }
+  __device__ const T* operator[](int step) const { return word[step]; }
+};
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % LANES; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / LANES; }
@@ -117,19 +129,19 @@ struct Told {
   }
 };
 
-// A tile among those of its chain.
+__device__ __forceinline__ unsigned take_ticket(const View<double, 1>& words) {
+  return atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u);
+}
+
+// A tile among those of its chain. Chains go side by side, so that the tiles before it are further on than it.
 template <typename Sum>
 struct Place {
   int64_t chain, tile, tiles, width;
   Word* told;  // of the chain: [tile][a, b][channel]
 
-  // Takes the next ticket. Chains go side by side, so that those before it in its own chain are further on than it.
-  __device__ __forceinline__ Place(const View<double, 1>& words, int64_t chains, int64_t tiles, int64_t width)
-      : tiles(tiles), width(width) {
-    __shared__ unsigned ticket;
-    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u);
-    __syncthreads();  // the ticket is there
-    chain = ticket % chains, tile = ticket / chains;
+  __device__ __forceinline__ Place(const View<double, 1>& words, int64_t ticket, int64_t chains, int64_t tiles,
+                                   int64_t width)
+      : chain(ticket % chains), tile(ticket / chains), tiles(tiles), width(width) {
     told = reinterpret_cast<Word*>(words.data) + LINE + chain * tiles * 2 * width * PARTS<Sum>;
   }
 
@@ -215,12 +227,16 @@ struct Strip {
 // the first tile. From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
 template <int PAIR, typename Sum>
 __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR], int count) {
-  if (place.tile == 0) return;
+  if (place.tile == 0 || count <= 0) return;
   const int64_t oldest = place.tile - WINDOW;
   Sum first[PAIR];
   UNROLL
   for (int i = 0; i < PAIR; ++i) first[i] = state[i];
   while (true) {
+    if (Told<Sum>(place.b_of(place.tile - 1, lane_id())).what == NOTHING) {  // there is no use in looking at more
+      spin_hint();
+      continue;
+    }
     bool known = true;
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
@@ -251,34 +267,63 @@ __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[
   }
 }
 
-// Tells the maps, finds the states before the tile, and tells those after it.
+// The states before a warp's piece of the tile, from the maps of all pieces; `state` is that before the first tile.
 template <int PAIR, typename Sum>
-__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&map)[PAIR], Sum (&state)[PAIR],
+__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&own)[PAIR], Sum (&state)[PAIR],
                                         int count) {
+  __shared__ Sum a_of_warps[STRIP_WARPS][PAIR][LANES], low_of_warps[STRIP_WARPS][PAIR][LANES];
+  __shared__ Sum b_of_warps[STRIP_WARPS][PAIR][LANES], before[PAIR][LANES];
+  const int lane = lane_id(), warps = int(blockDim.x) / LANES;
+  const auto of_warp = [&](int warp, int i) {
+    return LongMap<Sum>{a_of_warps[warp][i][lane], low_of_warps[warp][i][lane], b_of_warps[warp][i][lane]};
+  };
   UNROLL
   for (int i = 0; i < PAIR; ++i) {
-    if (i < count) place.tell_map(i * LANES + lane_id(), map[i]);
+    a_of_warps[warp_id()][i][lane] = own[i].a, low_of_warps[warp_id()][i][lane] = own[i].low;
+    b_of_warps[warp_id()][i][lane] = own[i].b;
   }
-  look_back(place, state, count);
+  __syncthreads();  // the maps of all warps are there
+  if (warp_id() == 0) {
+    LongMap<Sum> map[PAIR];
+    UNROLL
+    for (int i = 0; i < PAIR; ++i) {
+      for (int warp = 0; warp < warps; ++warp) map[i] = combine(map[i], of_warp(warp, i));
+      if (i < count) place.tell_map(i * LANES + lane, map[i]);
+    }
+    look_back(place, state, count);
+    UNROLL
+    for (int i = 0; i < PAIR; ++i) {
+      if (i < count) place.tell_state(i * LANES + lane, map[i](state[i]));
+      before[i][lane] = state[i];
+    }
+  }
+  __syncthreads();  // the states before the tile are there
   UNROLL
   for (int i = 0; i < PAIR; ++i) {
-    if (i < count) place.tell_state(i * LANES + lane_id(), map[i](state[i]));
+    state[i] = before[i][lane];
+    for (int warp = 0; warp < warp_id(); ++warp) state[i] = of_warp(warp, i)(state[i]);
   }
 }
 
-// grid (chains * tiles), block (LANES)
+// grid (chains * tiles), block (LANES W)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(LANES) scan_strips(View<const T, 3> a,     // [batch, seq, channels]
-                                                     View<const T, 3> b,     // [batch, seq, channels]
-                                                     View<const T, 2> h0,    // [batch, channels], or empty
-                                                     View<T, 3> h,           // [batch, seq, channels]
-                                                     View<double, 1> words,  // the ticket, and what is told: zeros
-                                                     int64_t chains, int64_t tiles) {
+__global__ void __launch_bounds__(LANES* STRIP_WARPS)
+    scan_strips(View<const T, 3> a,     // [batch, seq, channels]
+                View<const T, 3> b,     // [batch, seq, channels]
+                View<const T, 2> h0,    // [batch, channels], or empty
+                View<T, 3> h,           // [batch, seq, channels]
+                View<double, 1> words,  // the ticket, and what is told: zeros
+                int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
-  alignas(16) __shared__ Piece<T> a_tile, b_tile;
-  const Place<Sum> place(words, chains, tiles, STRIP<T>);
+  DYNAMIC_SHARED(Piece<T>, pieces);
+  Piece<T>&a_tile = pieces[2 * warp_id()], &b_tile = pieces[2 * warp_id() + 1];
+  __shared__ unsigned ticket;
+  if (threadIdx.x == 0) ticket = take_ticket(words);
+  __syncthreads();  // the ticket is there
+  const Place<Sum> place(words, ticket, chains, tiles, STRIP<T>);
   const int64_t strips = ceil_div(h.size[2], STRIP<T>), batch = place.chain / strips;
-  const int64_t channel0 = place.chain % strips * STRIP<T>, t0 = place.tile * STEPS<T>;
+  const int64_t channel0 = place.chain % strips * STRIP<T>;
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * STEPS<T>;
 
   const Strip<T, WHOLE> h_strip(h, batch, t0, channel0);
   Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
@@ -318,9 +363,9 @@ __global__ void __launch_bounds__(LANES) scan_strips(View<const T, 3> a,     // 
 
 // All views run from the last step to the first, as the scan does: h[t + 1] is the state before step t. What is handed
 // on is a[t] lambda[t], what later steps give to the next state: a step makes a (g + carry) of it.
-// grid (chains * tiles), block (LANES)
+// grid (chains * tiles), block (LANES W)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(LANES)
+__global__ void __launch_bounds__(LANES* STRIP_WARPS)
     scan_strips_backward(View<const T, 3> g,     // [batch, seq, channels]
                          View<const T, 3> a,     // [batch, seq, channels]
                          View<const T, 3> h,     // [batch, seq, channels]
@@ -331,18 +376,23 @@ __global__ void __launch_bounds__(LANES)
                          View<double, 1> words,  // the ticket, and what is told: zeros
                          int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
-  alignas(16) __shared__ Piece<T> g_tile, a_tile, h_tile;
-  const Place<Sum> place(words, chains, tiles, STRIP<T>);
+  DYNAMIC_SHARED(Piece<T>, pieces);
+  Piece<T>&g_tile = pieces[3 * warp_id()], &a_tile = pieces[3 * warp_id() + 1], &h_tile = pieces[3 * warp_id() + 2];
+  __shared__ unsigned ticket;
+  if (threadIdx.x == 0) ticket = take_ticket(words);
+  __syncthreads();  // the ticket is there
+  const Place<Sum> place(words, ticket, chains, tiles, STRIP<T>);
   const int64_t strips = ceil_div(da.size[2], STRIP<T>), batch = place.chain / strips;
-  const int64_t channel0 = place.chain % strips * STRIP<T>, t0 = place.tile * STEPS<T>;
+  const int64_t channel0 = place.chain % strips * STRIP<T>;
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * STEPS<T>;
 
   const Strip<T, WHOLE> da_strip(da, batch, t0, channel0), db_strip(db, batch, t0, channel0);
   Strip<const T, WHOLE>(g, batch, t0, channel0).fetch(g_tile);
   Strip<const T, WHOLE>(a, batch, t0, channel0).fetch(a_tile);
   Strip<const T, WHOLE>(h, batch, t0 + 1, channel0).fetch(h_tile);
   async_commit();
-  const bool first = place.last();  // the tile in which time begins
   const int rows = da_strip.rows, own = lane_id() * PAIR<T>, count = da_strip.cols - own;
+  const bool first = rows > 0 && t0 + rows == da.size[1];  // the piece in which time begins
   Vector<T, PAIR<T>> start;
   UNROLL
   for (int i = 0; i < PAIR<T>; ++i) {
@@ -376,9 +426,10 @@ __global__ void __launch_bounds__(LANES)
     store_vector(&h_tile[r][own], da_now);  // da and db take the place of h and g
     store_vector(&g_tile[r][own], db_now);
   }
+  const bool last_warp = place.last() && warp_id() + 1 == int(blockDim.x) / LANES;  // past it nothing is left to take
   UNROLL
   for (int i = 0; i < PAIR<T>; ++i) {
-    if (first && dh0.size[0] && i < count) dh0(batch, channel0 + own + i) = T(carry[i]);
+    if (last_warp && dh0.size[0] && i < count) dh0(batch, channel0 + own + i) = T(carry[i]);
   }
   __syncwarp();  // all channels of da and db are there
   da_strip.store(h_tile);
@@ -386,12 +437,14 @@ __global__ void __launch_bounds__(LANES)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Where a lane's group lies in shared memory: so that 8 lanes, each at its first one, say, find them in all the banks.
+__device__ __forceinline__ int place_of(int lane, int group) {
+  return lane * GROUPS + (group ^ (lane * GROUPS / 8 % GROUPS));
+}
+__device__ __forceinline__ int place_of(int of_warp) { return place_of(of_warp / GROUPS, of_warp % GROUPS); }
+
 // One channel. A warp copies a piece of it, 16 bytes a lane, neighbours side by side; then a lane takes GROUPS such groups
 // that follow each other. STEP: 1 or -1 if steps lie side by side in this direction, in whole groups, 0 if anyhow.
-template <typename T>
-constexpr int PIECE = LANES * GROUPS * WIDE<T>;  // steps of a warp
-constexpr int PLACES = LANES * (GROUPS + 1);     // groups in shared memory: after those of a lane one that nobody uses,
-                                                 // so that the lanes' first ones lie in different banks
 
 template <typename T, int STEP>
 struct Row {
@@ -411,8 +464,8 @@ struct Row {
       UNROLL
       for (int group = lane_id(); group < LANES * GROUPS; group += LANES) {
         const int64_t t = t0 + group * WIDE<T>;
-        if (t < seq) async_copy<16>(&places[group + group / GROUPS], of_group(t));
-        else places[group + group / GROUPS] = none;
+        if (t < seq) async_copy<16>(&places[place_of(group)], of_group(t));
+        else places[place_of(group)] = none;
       }
     } else {
 #pragma unroll 8
@@ -429,7 +482,7 @@ struct Row {
       UNROLL
       for (int group = lane_id(); group < LANES * GROUPS; group += LANES) {
         const int64_t t = t0 + group * WIDE<T>;
-        if (t < seq) store_vector(of_group(t), places[group + group / GROUPS]);
+        if (t < seq) store_vector(of_group(t), places[place_of(group)]);
       }
     } else {
 #pragma unroll 8
@@ -453,7 +506,7 @@ struct Row {
 
   template <typename To>
   static __device__ __forceinline__ auto& word(To* places, int i) {
-    return places[i / WIDE<T> + i / WIDE<T> / GROUPS][i % WIDE<T>];
+    return places[place_of(i / WIDE<T>)][i % WIDE<T>];
   }
 };
 
@@ -483,42 +536,61 @@ __device__ __forceinline__ Sum look_back_by_warp(const Place<Sum>& place, Sum fi
   }
 }
 
-// The state before a lane's steps, which `own` is the map of; `after` is that after the tile.
+// What the warps of a row's block tell each other. A warp that is late reads of one tile what others write of the next.
 template <typename Sum>
-__device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum> own, Sum first, Sum& after) {
-  __shared__ Sum a_of_warps[WARPS], low_of_warps[WARPS], b_of_warps[WARPS];
-  __shared__ Sum before_tile, after_tile;
-  const auto of_warp = [&](int warp) { return LongMap<Sum>{a_of_warps[warp], low_of_warps[warp], b_of_warps[warp]}; };
+struct Shared {
+  Sum a[2][ROW_WARPS], low[2][ROW_WARPS], b[2][ROW_WARPS];  // the maps of the warps
+  Sum before, after;                                        // the states, of the tile
+  unsigned ticket;
+
+  __device__ __forceinline__ LongMap<Sum> of_warp(int slot, int warp) const {
+    return {a[slot][warp], low[slot][warp], b[slot][warp]};
+  }
+};
+
+// The state before a lane's steps, which `own` is the map of. The thread that has taken a ticket shows it to all.
+template <typename Sum>
+__device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum> own, Sum first, int slot,
+                                            unsigned ticket, Shared<Sum>& shared) {
   UNROLL
   for (int distance = 1; distance <= 16; distance *= 2) {
     const LongMap<Sum> older = shuffle_up(own, distance);
     if (lane_id() >= distance) own = combine(older, own);  // the map of 2 distance lanes, or of all from lane 0 on
   }
   if (lane_id() == LANES - 1) {
-    a_of_warps[warp_id()] = own.a, low_of_warps[warp_id()] = own.low, b_of_warps[warp_id()] = own.b;
+    shared.a[slot][warp_id()] = own.a, shared.low[slot][warp_id()] = own.low, shared.b[slot][warp_id()] = own.b;
   }
   const LongMap<Sum> older = shuffle_up(own, 1);
   __syncthreads();  // the maps of all warps are there
   if (warp_id() == 0) {
     LongMap<Sum> of_all;
-    for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
+    for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, shared.of_warp(slot, warp));
     if (lane_id() == 0) place.tell_map(0, of_all);
     const Sum state = look_back_by_warp(place, first);
     if (lane_id() == 0) {
-      before_tile = state, after_tile = of_all(state);
-      place.tell_state(0, after_tile);
+      shared.before = state, shared.after = of_all(state), shared.ticket = ticket;
+      place.tell_state(0, shared.after);
     }
   }
-  __syncthreads();  // the state before the tile is there
-  Sum state = before_tile;
-  for (int warp = 0; warp < warp_id(); ++warp) state = of_warp(warp)(state);
-  after = after_tile;
+  __syncthreads();  // the state before the tile is there, and the ticket
+  Sum state = shared.before;
+  for (int warp = 0; warp < warp_id(); ++warp) state = shared.of_warp(slot, warp)(state);
   return lane_id() > 0 ? older(state) : state;
 }
 
-// grid (chains * tiles), block (LANES W)
+// The two tiles that a block begins with.
+template <typename Sum>
+__device__ __forceinline__ void take_tickets(const View<double, 1>& words, Shared<Sum>& shared, unsigned& now,
+                                             unsigned& next) {
+  __shared__ unsigned tickets[2];
+  if (threadIdx.x == 0) tickets[0] = take_ticket(words), tickets[1] = take_ticket(words);
+  __syncthreads();  // the tickets are there
+  now = tickets[0], next = tickets[1];
+}
+
+// grid (as many as fit), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
+__global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
     scan_rows(View<const T, 3> a,     // [batch, seq, channels]
               View<const T, 3> b,     // [batch, seq, channels]
               View<const T, 2> h0,    // [batch, channels], or empty
@@ -527,50 +599,70 @@ __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
               int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  const Place<Sum> place(words, chains, tiles, 1);
-  const int64_t batch = place.chain / h.size[2], channel = place.chain % h.size[2];
-  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>;
-
-  const Row<const T, STEP> a_row(a, batch, channel), b_row(b, batch, channel);
-  const Row<T, STEP> h_row(h, batch, channel);
-  DYNAMIC_SHARED(Items, tile);
-  Items *const a_tile = tile + warp_id() * 2 * PLACES, *const b_tile = a_tile + PLACES;
-  a_row.fetch(a_tile, t0, T(1.0f));  // (1, 0) changes nothing
-  b_row.fetch(b_tile, t0, T(0.0f));
-  async_commit();
-  const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
-  async_wait<0>();
-  __syncwarp();  // all lanes' copies are there
-
-  Items *const a_own = a_tile + lane_id() * (GROUPS + 1), *const b_own = b_tile + lane_id() * (GROUPS + 1);
-  LongMap<Sum> own;
-#pragma unroll 4
-  for (int group = 0; group < GROUPS; ++group) {
-    const Items a_now = a_row.in_time(a_own[group]), b_now = b_row.in_time(b_own[group]);
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * own.b + Sum(b_now[i]));
-  }
-  Sum after;
-  Sum state = state_before(place, own, first, after);
-#pragma unroll 4
-  for (int group = 0; group < GROUPS; ++group) {
-    const Items a_now = a_row.in_time(a_own[group]), b_now = b_row.in_time(b_own[group]);
-    Items h_now;
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) {
-      state = Sum(a_now[i]) * state + Sum(b_now[i]);
-      h_now[i] = T(state);
+  DYNAMIC_SHARED(Items, ring);
+  __shared__ Shared<Sum> shared;
+  const int64_t channels = h.size[2], all = chains * tiles;
+  const int lane = lane_id(), warps = int(blockDim.x) / LANES;
+  const auto first_step = [&](const Place<Sum>& place) { return (place.tile * warps + warp_id()) * PIECE<T>; };
+  const auto tile_of = [&](int slot, int tensor) {
+    return ring + ((slot * warps + warp_id()) * 2 + tensor) * LANES * GROUPS;
+  };
+  const auto fetch = [&](int64_t ticket, int slot) {
+    if (ticket < all) {
+      const Place<Sum> place(words, ticket, chains, tiles, 1);
+      const int64_t batch = place.chain / channels, channel = place.chain % channels, t0 = first_step(place);
+      Row<const T, STEP>(a, batch, channel).fetch(tile_of(slot, 0), t0, T(1.0f));  // (1, 0) changes nothing
+      Row<const T, STEP>(b, batch, channel).fetch(tile_of(slot, 1), t0, T(0.0f));
     }
-    b_own[group] = h_row.in_time(h_now);  // h takes the place of b
+    async_commit();
+  };
+
+  unsigned now, next;
+  take_tickets(words, shared, now, next);
+  fetch(now, 0);
+  for (int slot = 0; now < all; slot = 1 - slot) {
+    fetch(next, 1 - slot);
+    const unsigned later = threadIdx.x == 0 ? take_ticket(words) : 0;
+    const Place<Sum> place(words, now, chains, tiles, 1);
+    const int64_t batch = place.chain / channels, channel = place.chain % channels;
+    const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
+    const Row<T, STEP> h_row(h, batch, channel);
+    Items *const a_tile = tile_of(slot, 0), *const b_tile = tile_of(slot, 1);
+    async_wait<1>();
+    __syncwarp();  // all lanes' copies are there
+
+    LongMap<Sum> own;
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      const Items a_now = h_row.in_time(a_tile[place_of(lane, group)]);
+      const Items b_now = h_row.in_time(b_tile[place_of(lane, group)]);
+      UNROLL
+      for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * own.b + Sum(b_now[i]));
+    }
+    Sum state = state_before(place, own, first, slot, later, shared);
+    now = next, next = shared.ticket;
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      const Items a_now = h_row.in_time(a_tile[place_of(lane, group)]);
+      const Items b_now = h_row.in_time(b_tile[place_of(lane, group)]);
+      Items h_now;
+      UNROLL
+      for (int i = 0; i < WIDE<T>; ++i) {
+        state = Sum(a_now[i]) * state + Sum(b_now[i]);
+        h_now[i] = T(state);
+      }
+      b_tile[place_of(lane, group)] = h_row.in_time(h_now);  // h takes the place of b
+    }
+    __syncwarp();  // all lanes' h are there
+    h_row.store(b_tile, first_step(place));
+    __syncwarp();  // all have read: the place is free for the tile after next
   }
-  __syncwarp();  // all lanes' h are there
-  h_row.store(b_tile, t0);
 }
 
 // Time is turned around as in scan_strips_backward.
-// grid (chains * tiles), block (LANES W)
+// grid (as many as fit), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(LANES* WARPS, BLOCKS_BACKWARD)
+__global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS_BACKWARD)
     scan_rows_backward(View<const T, 3> g,     // [batch, seq, channels]
                        View<const T, 3> a,     // [batch, seq, channels]
                        View<const T, 3> h,     // [batch, seq, channels]
@@ -582,60 +674,82 @@ __global__ void __launch_bounds__(LANES* WARPS, BLOCKS_BACKWARD)
                        int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  const Place<Sum> place(words, chains, tiles, 1);
-  const int64_t batch = place.chain / da.size[2], channel = place.chain % da.size[2];
-  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>, next = t0 + PIECE<T>;
-
-  const Row<const T, STEP> g_row(g, batch, channel), a_row(a, batch, channel), h_row(h, batch, channel);
-  const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
-  const T start = h0.size[0] ? h0(batch, channel) : T(0.0f);  // stands where h has ended: before the first step
-  DYNAMIC_SHARED(Items, tile);
-  Items* const g_tile = tile + warp_id() * 3 * PLACES;
-  Items *const a_tile = g_tile + PLACES, *const h_tile = a_tile + PLACES;
-  g_row.fetch(g_tile, t0, T(0.0f));
-  a_row.fetch(a_tile, t0, T(1.0f));
-  h_row.fetch(h_tile, t0, start);
-  async_commit();
-  const T after_piece = lane_id() == LANES - 1 && next < da.size[1] ? h(batch, next, channel) : start;
-  async_wait<0>();
-  __syncwarp();  // all lanes' copies are there
-
-  Items *const g_own = g_tile + lane_id() * (GROUPS + 1), *const a_own = a_tile + lane_id() * (GROUPS + 1);
-  Items* const h_own = h_tile + lane_id() * (GROUPS + 1);
-  LongMap<Sum> own;
-#pragma unroll 4
-  for (int group = 0; group < GROUPS; ++group) {
-    const Items g_now = g_row.in_time(g_own[group]), a_now = a_row.in_time(a_own[group]);
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + own.b));
-  }
-  Sum after_tile;
-  Sum carry = state_before(place, own, Sum(0), after_tile);
-  if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(after_tile);
-
-  Items h_now = h_row.in_time(h_own[0]);
-  const Sum after_lane = __shfl_down_sync(ALL, Sum(h_now[0]), 1);  // the state after a lane's steps
-  const Sum after = lane_id() < LANES - 1 ? after_lane : Sum(after_piece);
-#pragma unroll 4
-  for (int group = 0; group < GROUPS; ++group) {
-    const Items g_now = g_row.in_time(g_own[group]), a_now = a_row.in_time(a_own[group]);
-    const bool more = group + 1 < GROUPS;
-    const Items h_next = more ? h_row.in_time(h_own[group + 1]) : h_now;
-    const Sum after_group = more ? Sum(h_next[0]) : after;
-    Items da_now, db_now;
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) {
-      const Sum lambda = Sum(g_now[i]) + carry;
-      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after_group));
-      db_now[i] = T(lambda);
-      carry = Sum(a_now[i]) * lambda;
+  DYNAMIC_SHARED(Items, ring);
+  __shared__ Shared<Sum> shared;
+  const int64_t channels = da.size[2], seq = da.size[1], all = chains * tiles;
+  const int lane = lane_id(), warps = int(blockDim.x) / LANES;
+  const auto first_step = [&](const Place<Sum>& place) { return (place.tile * warps + warp_id()) * PIECE<T>; };
+  const auto start_of = [&](int64_t batch, int64_t channel) {  // stands where h has ended: before the first step
+    return h0.size[0] ? h0(batch, channel) : T(0.0f);
+  };
+  const auto tile_of = [&](int slot, int tensor) {
+    return ring + ((slot * warps + warp_id()) * 3 + tensor) * LANES * GROUPS;
+  };
+  const auto fetch = [&](int64_t ticket, int slot) {
+    if (ticket < all) {
+      const Place<Sum> place(words, ticket, chains, tiles, 1);
+      const int64_t batch = place.chain / channels, channel = place.chain % channels, t0 = first_step(place);
+      Row<const T, STEP>(g, batch, channel).fetch(tile_of(slot, 0), t0, T(0.0f));
+      Row<const T, STEP>(a, batch, channel).fetch(tile_of(slot, 1), t0, T(1.0f));
+      Row<const T, STEP>(h, batch, channel).fetch(tile_of(slot, 2), t0, start_of(batch, channel));
     }
-    h_own[group] = da_row.in_time(da_now), g_own[group] = db_row.in_time(db_now);  // in the place of h and g
-    h_now = h_next;
+    async_commit();
+  };
+
+  unsigned now, next;
+  take_tickets(words, shared, now, next);
+  fetch(now, 0);
+  for (int slot = 0; now < all; slot = 1 - slot) {
+    fetch(next, 1 - slot);
+    const unsigned later = threadIdx.x == 0 ? take_ticket(words) : 0;
+    const Place<Sum> place(words, now, chains, tiles, 1);
+    const int64_t batch = place.chain / channels, channel = place.chain % channels;
+    const int64_t t0 = first_step(place), end = t0 + PIECE<T>;
+    const T after_piece = lane == LANES - 1 && end < seq ? h(batch, end, channel) : start_of(batch, channel);
+    const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
+    Items *const g_tile = tile_of(slot, 0), *const a_tile = tile_of(slot, 1), *const h_tile = tile_of(slot, 2);
+    async_wait<1>();
+    __syncwarp();  // all lanes' copies are there
+
+    LongMap<Sum> own;
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      const Items g_now = da_row.in_time(g_tile[place_of(lane, group)]);
+      const Items a_now = da_row.in_time(a_tile[place_of(lane, group)]);
+      UNROLL
+      for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + own.b));
+    }
+    Sum carry = state_before(place, own, Sum(0), slot, later, shared);
+    now = next, next = shared.ticket;
+    if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(shared.after);
+
+    Items h_now = da_row.in_time(h_tile[place_of(lane, 0)]);
+    const Sum after_lane = __shfl_down_sync(ALL, Sum(h_now[0]), 1);  // the state after a lane's steps
+    const Sum after = lane < LANES - 1 ? after_lane : Sum(after_piece);
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      const Items g_now = da_row.in_time(g_tile[place_of(lane, group)]);
+      const Items a_now = da_row.in_time(a_tile[place_of(lane, group)]);
+      const bool more = group + 1 < GROUPS;
+      const Items h_next = more ? da_row.in_time(h_tile[place_of(lane, (group + 1) % GROUPS)]) : h_now;
+      const Sum after_group = more ? Sum(h_next[0]) : after;
+      Items da_now, db_now;
+      UNROLL
+      for (int i = 0; i < WIDE<T>; ++i) {
+        const Sum lambda = Sum(g_now[i]) + carry;
+        da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after_group));
+        db_now[i] = T(lambda);
+        carry = Sum(a_now[i]) * lambda;
+      }
+      h_tile[place_of(lane, group)] = da_row.in_time(da_now);  // da and db take the place of h and g
+      g_tile[place_of(lane, group)] = db_row.in_time(db_now);
+      h_now = h_next;
+    }
+    __syncwarp();  // all lanes' da and db are there
+    da_row.store(h_tile, t0);
+    db_row.store(g_tile, t0);
+    __syncwarp();  // all have read: the place is free for the tile after next
   }
-  __syncwarp();  // all lanes' da and db are there
-  da_row.store(h_tile, t0);
-  db_row.store(g_tile, t0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -647,20 +761,34 @@ bool in_groups(const Views&... views) {
 // How time is cut: tiles of a chain, which is a strip of channels, or one channel. Checked, since nothing of a kernel
 // would tell.
 template <typename T>
-int64_t chains_of(const View<T, 3>& x, bool rows, int64_t tiles, const View<double, 1>& words) {
-  const int64_t width = rows ? 1 : STRIP<T>, chains = x.size[0] * ceil_div(x.size[2], width);
-  const int64_t most = rows ? PIECE<T> * WARPS : STEPS<T>;
-  if (tiles * most < x.size[1] || words.size[0] < LINE + chains * tiles * 2 * width * PARTS<Accumulator<T>>) {
-    throw std::invalid_argument("scan_lookback: its scratch memory does not fit the problem");
-  }
-  return chains;
-}
+struct Cut {
+  int64_t chains, tiles;
+  dim3 block;
 
-// As many warps as let the tiles that there are hold all steps.
-template <typename T>
-dim3 row_block(int64_t seq, int64_t tiles) {
-  return dim3(unsigned(LANES * ceil_div(ceil_div(seq, PIECE<T>), max(tiles, int64_t(1)))));
-}
+  Cut(const View<T, 3>& x, bool rows, int64_t tiles, const View<double, 1>& words) : tiles(tiles) {
+    const int64_t width = rows ? 1 : STRIP<T>, piece = rows ? PIECE<T> : STEPS<T>,
+                  most = rows ? ROW_WARPS : STRIP_WARPS;
+    chains = x.size[0] * ceil_div(x.size[2], width);
+    if (tiles * piece * most < x.size[1] || words.size[0] < LINE + chains * tiles * 2 * width * PARTS<Accumulator<T>>) {
+      throw std::invalid_argument("scan_lookback: its scratch memory does not fit the problem");
+    }
+    // As many warps as let the tiles that there are hold all steps.
+    block = dim3(unsigned(LANES * ceil_div(ceil_div(x.size[1], piece), max(tiles, int64_t(1)))));
+  }
+
+  template <auto KERNEL, typename... Arguments>
+  void strips(int tensors, Stream stream, Arguments... arguments) const {
+    launch<KERNEL>({chains * tiles}, block, block.x / LANES * tensors * sizeof(Piece<T>), stream, arguments..., chains,
+                   tiles);
+  }
+  template <auto KERNEL, typename... Arguments>
+  void rows(int tensors, Stream stream, Arguments... arguments) const {
+    if (chains * tiles == 0) return;
+    const size_t shared = size_t(2 * tensors) * block.x * GROUPS * 16;
+    launch<KERNEL>({min(chains * tiles, resident_blocks<KERNEL>(block, shared, stream))}, block, shared, stream,
+                   arguments..., chains, tiles);
+  }
+};
 
 void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, bool rows, int64_t tiles, bool reverse,
           Stream stream) {
@@ -668,21 +796,18 @@ void scan(Input<3> a, Input<3> b, Input<2> h0, Output<3> h, InOut<1> words, bool
     const auto in_time = [&](auto x) { return reverse ? flipped(x, 1) : x; };
     const auto av = a.as<T>(), bv = b.as<T>();
     const auto hv = h.as<T>();
-    const int64_t chains = chains_of(hv, rows, tiles, words.as<double>());
-    const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
-      launch<KERNEL>({chains * tiles}, block, shared, stream, in_time(av), in_time(bv), h0.as<T>(), in_time(hv),
-                     words.as<double>(), chains, tiles);
+    const Cut<T> cut(hv, rows, tiles, words.as<double>());
+    const auto by_strips = [&]<auto KERNEL>() {
+      cut.template strips<KERNEL>(2, stream, in_time(av), in_time(bv), h0.as<T>(), in_time(hv), words.as<double>());
     };
-    if (rows) {
-      const dim3 block = row_block<T>(h.size[1], tiles);
-      const size_t shared = 2 * block.x / LANES * PLACES * 16;
-      if (!in_groups<1>(av, bv, hv)) run.template operator()<scan_rows<T, 0>>(block, shared);
-      else if (reverse) run.template operator()<scan_rows<T, -1>>(block, shared);
-      else run.template operator()<scan_rows<T, 1>>(block, shared);
-    } else {
-      if (in_groups<2>(av, bv, hv)) run.template operator()<scan_strips<T, true>>(dim3(LANES), 0);
-      else run.template operator()<scan_strips<T, false>>(dim3(LANES), 0);
-    }
+    const auto by_rows = [&]<auto KERNEL>() {
+      cut.template rows<KERNEL>(2, stream, in_time(av), in_time(bv), h0.as<T>(), in_time(hv), words.as<double>());
+    };
+    if (!rows && in_groups<2>(av, bv, hv)) by_strips.template operator()<scan_strips<T, true>>();
+    else if (!rows) by_strips.template operator()<scan_strips<T, false>>();
+    else if (!in_groups<1>(av, bv, hv)) by_rows.template operator()<scan_rows<T, 0>>();
+    else if (reverse) by_rows.template operator()<scan_rows<T, -1>>();
+    else by_rows.template operator()<scan_rows<T, 1>>();
   });
 }
 
@@ -692,20 +817,19 @@ void scan_backward(Input<3> g, Input<3> a, Input<3> h, Input<2> h0, Output<3> da
     const auto in_time = [&](auto x) { return reverse ? x : flipped(x, 1); };  // against the direction of the forward
     const auto gv = g.as<T>(), av = a.as<T>(), hv = h.as<T>();
     const auto dav = da.as<T>(), dbv = db.as<T>();
-    const int64_t chains = chains_of(dav, rows, tiles, words.as<double>());
-    const auto run = [&]<auto KERNEL>(dim3 block, size_t shared) {
-      launch<KERNEL>({chains * tiles}, block, shared, stream, in_time(gv), in_time(av), in_time(hv), h0.as<T>(),
-                     in_time(dav), in_time(dbv), dh0.as<T>(), words.as<double>(), chains, tiles);
+    const Cut<T> cut(dav, rows, tiles, words.as<double>());
+    const auto by_strips = [&]<auto KERNEL>() {
+      cut.template strips<KERNEL>(3, stream, in_time(gv), in_time(av), in_time(hv), h0.as<T>(), in_time(dav),
+                                  in_time(dbv), dh0.as<T>(), words.as<double>());
     };
-    if (rows) {
-      const dim3 block = row_block<T>(h.size[1], tiles);
-      const size_t shared = 3 * block.x / LANES * PLACES * 16;
-      if (!in_groups<1>(gv, av, hv, dav, dbv)) run.template operator()<scan_rows_backward<T, 0>>(block, shared);
-      else if (reverse) run.template operator()<scan_rows_backward<T, 1>>(block, shared);
-      else run.template operator()<scan_rows_backward<T, -1>>(block, shared);
-    } else {
-      if (in_groups<2>(gv, av, hv, dav, dbv)) run.template operator()<scan_strips_backward<T, true>>(dim3(LANES), 0);
-      else run.template operator()<scan_strips_backward<T, false>>(dim3(LANES), 0);
-    }
+    const auto by_rows = [&]<auto KERNEL>() {
+      cut.template rows<KERNEL>(3, stream, in_time(gv), in_time(av), in_time(hv), h0.as<T>(), in_time(dav),
+                                in_time(dbv), dh0.as<T>(), words.as<double>());
+    };
+    if (!rows && in_groups<2>(gv, av, hv, dav, dbv)) by_strips.template operator()<scan_strips_backward<T, true>>();
+    else if (!rows) by_strips.template operator()<scan_strips_backward<T, false>>();
+    else if (!in_groups<1>(gv, av, hv, dav, dbv)) by_rows.template operator()<scan_rows_backward<T, 0>>();
+    else if (reverse) by_rows.template operator()<scan_rows_backward<T, 1>>();
+    else by_rows.template operator()<scan_rows_backward<T, -1>>();
   });
 }

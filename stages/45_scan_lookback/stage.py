@@ -14,37 +14,34 @@ from stages.toolkit.stage import Stage
 SECTOR = 32
 LANES = 32
 LINE = 16  # words of 8 bytes before what is told: the ticket and what fills its line
-WARPS = 8  # of a tile of a row, at most
-GROUPS = 8  # of 16 bytes that a lane takes of a tensor in it
+STRIP_WARPS, STRIP_BYTES = 4, 8192  # of a tile of a strip, at most; of a tensor that each has
+ROW_WARPS, GROUPS = 8, 4  # of a tile of a row, at most; of 16 bytes that a lane takes of a tensor
 FEWEST = 8  # tiles of a row, if it is so long that they can have a warp each
-STRIP_BYTES = 8192  # of a tensor in the tile of a strip
 
 
 class Cut(NamedTuple):
-    """How a problem is cut: in chains that know nothing of each other, their time in tiles."""
+    """How a problem is cut: in chains that know nothing of each other, their time in tiles, those in pieces."""
 
     chains: int
     tiles: int
+    warps: int  # of a tile, each with a piece
     width: int  # channels of a chain
-    steps: int  # of a tile
+    steps: int  # of a piece
 
 
 def cut(B: int, T: int, D: int, itemsize: int, rows: bool) -> Cut:
     """Strips of channels, or rows, each a channel."""
-    if rows:
-        piece = GROUPS * LANES * 16 // itemsize  # steps of a warp
-        pieces = -(-T // piece)
-        tiles = -(-pieces // max(1, min(WARPS, pieces // FEWEST)))
-        return Cut(B * D, tiles, 1, -(-pieces // max(1, tiles)) * piece)
-    width = LANES * (2 if itemsize == 2 else 1)
-    steps = STRIP_BYTES // (width * itemsize)
-    return Cut(B * -(-D // width), -(-T // steps), width, steps)
+    width = 1 if rows else LANES * (2 if itemsize == 2 else 1)
+    steps = (GROUPS * LANES * 16 if rows else STRIP_BYTES // width) // itemsize
+    pieces = -(-T // steps)
+    tiles = -(-pieces // max(1, min(ROW_WARPS, pieces // FEWEST) if rows else STRIP_WARPS))
+    return Cut(B * -(-D // width), tiles, -(-pieces // max(1, tiles)), width, steps)
 
 
 def scratch(h: Tensor) -> tuple[Tensor, bool, int]:
     """What tiles tell each other, zeros at every call, whether chains are rows, and of how many tiles."""
     rows = h.stride(1) < h.stride(2)  # steps lie closer than channels
-    chains, tiles, width, _ = cut(*h.shape, h.element_size(), rows)
+    chains, tiles, _, width, _ = cut(*h.shape, h.element_size(), rows)
     parts = accumulator(h.dtype).itemsize // 4
     words = operator.empty((LINE + chains * tiles * 2 * width * parts,), like=h, dtype=torch.float64)
     return words.zero_(), rows, tiles
