@@ -3,7 +3,6 @@
 // Whatever goes wrong becomes a C++ exception that names the kernel and the launch: a grid or block past the limits
 // before anything starts, CUDA's own errors after. An empty grid launches nothing. The tensors' device is made current
 // around the launch, which goes to the caller's stream.
-// resident_blocks<kernel<...>>(block, dynamic_shared, stream): so many of them run side by side.
 #pragma once
 
 #include <stdexcept>
@@ -84,26 +83,17 @@ class DeviceGuard {
 
 }  // namespace detail
 
-namespace detail {
-
-// 48 KiB are there unasked, for static arrays and these together.
-template <auto Kernel>
-void allow_shared(size_t dynamic_shared) {
-  if (dynamic_shared <= 32 * 1024) return;
-  check_cuda(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_shared)),
-             "kernel " + kernel_name<Kernel>() + " with " + std::to_string(dynamic_shared) +
-                 " bytes of dynamic shared memory");
-}
-
-}  // namespace detail
-
 template <auto Kernel, typename... Arguments>
 void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   const auto name = [] { return detail::kernel_name<Kernel>(); };
   detail::check_grid(name(), grid, block);
   const detail::DeviceGuard guard(stream.device);
-  detail::allow_shared<Kernel>(dynamic_shared);
+  if (dynamic_shared > 32 * 1024) {  // 48 KiB are there unasked, for static arrays and these together
+    detail::check_cuda(
+        cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_shared)),
+        "kernel " + name() + " with " + std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
+  }
   Kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), block, dynamic_shared,
            static_cast<cudaStream_t>(stream.handle)>>>(arguments...);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
@@ -112,20 +102,6 @@ void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Argumen
                                   std::to_string(block.y) + ", " + std::to_string(block.z) + "), " +
                                   std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
   }
-}
-
-// How many blocks of such a launch the device holds at a time.
-template <auto Kernel>
-int64_t resident_blocks(dim3 block, size_t dynamic_shared, Stream stream) {
-  const detail::DeviceGuard guard(stream.device);
-  detail::allow_shared<Kernel>(dynamic_shared);
-  int each = 0, multiprocessors = 0;
-  detail::check_cuda(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, int(block.x * block.y * block.z), dynamic_shared),
-      "asking how many blocks of kernel " + detail::kernel_name<Kernel>() + " fit");
-  detail::check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, stream.device),
-                     "asking how many multiprocessors the device has");
-  return int64_t(each) * multiprocessors;
 }
 
 #else
@@ -158,11 +134,6 @@ void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream, Arguments... a
   simt::launch({name.c_str(), dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), block, dynamic_shared,
                 &Call::run, &call, reinterpret_cast<const void*>(Kernel),
                 uint64_t(grid.x) * uint64_t(grid.y) * uint64_t(grid.z)});
-}
-
-template <auto Kernel>
-int64_t resident_blocks(dim3, size_t, Stream) {
-  return simt::RESIDENT_BLOCKS;
 }
 
 #endif

@@ -57,7 +57,7 @@ constexpr int STEPS = 8192 / (STRIP<T> * int(sizeof(T)));  // of a warp
 
 // A tile of one channel: up to ROW_WARPS warps, each with GROUPS times 16 bytes a lane.
 constexpr int ROW_WARPS = 8;
-constexpr int GROUPS = 4;
+constexpr int GROUPS = 8;
 constexpr int BLOCKS = 3, BLOCKS_BACKWARD = 2;  // that a multiprocessor has at a time
 template <typename T>
 constexpr int PIECE = LANES * GROUPS * WIDE<T>;  // steps of a warp
@@ -129,19 +129,19 @@ struct Told {
   }
 };
 
-__device__ __forceinline__ unsigned take_ticket(const View<double, 1>& words) {
-  return atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u);
-}
-
-// A tile among those of its chain. Chains go side by side, so that the tiles before it are further on than it.
+// A tile among those of its chain.
 template <typename Sum>
 struct Place {
   int64_t chain, tile, tiles, width;
   Word* told;  // of the chain: [tile][a, b][channel]
 
-  __device__ __forceinline__ Place(const View<double, 1>& words, int64_t ticket, int64_t chains, int64_t tiles,
-                                   int64_t width)
-      : chain(ticket % chains), tile(ticket / chains), tiles(tiles), width(width) {
+  // Takes the next ticket. Chains go side by side, so that the tiles before it in its own are further on than it.
+  __device__ __forceinline__ Place(const View<double, 1>& words, int64_t chains, int64_t tiles, int64_t width)
+      : tiles(tiles), width(width) {
+    __shared__ unsigned ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u);
+    __syncthreads();  // the ticket is there
+    chain = ticket % chains, tile = ticket / chains;
     told = reinterpret_cast<Word*>(words.data) + LINE + chain * tiles * 2 * width * PARTS<Sum>;
   }
 
@@ -233,10 +233,6 @@ __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[
   UNROLL
   for (int i = 0; i < PAIR; ++i) first[i] = state[i];
   while (true) {
-    if (Told<Sum>(place.b_of(place.tile - 1, lane_id())).what == NOTHING) {  // there is no use in looking at more
-      spin_hint();
-      continue;
-    }
     bool known = true;
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
@@ -317,10 +313,7 @@ __global__ void __launch_bounds__(LANES* STRIP_WARPS)
   using Sum = Accumulator<T>;
   DYNAMIC_SHARED(Piece<T>, pieces);
   Piece<T>&a_tile = pieces[2 * warp_id()], &b_tile = pieces[2 * warp_id() + 1];
-  __shared__ unsigned ticket;
-  if (threadIdx.x == 0) ticket = take_ticket(words);
-  __syncthreads();  // the ticket is there
-  const Place<Sum> place(words, ticket, chains, tiles, STRIP<T>);
+  const Place<Sum> place(words, chains, tiles, STRIP<T>);
   const int64_t strips = ceil_div(h.size[2], STRIP<T>), batch = place.chain / strips;
   const int64_t channel0 = place.chain % strips * STRIP<T>;
   const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * STEPS<T>;
@@ -378,10 +371,7 @@ __global__ void __launch_bounds__(LANES* STRIP_WARPS)
   using Sum = Accumulator<T>;
   DYNAMIC_SHARED(Piece<T>, pieces);
   Piece<T>&g_tile = pieces[3 * warp_id()], &a_tile = pieces[3 * warp_id() + 1], &h_tile = pieces[3 * warp_id() + 2];
-  __shared__ unsigned ticket;
-  if (threadIdx.x == 0) ticket = take_ticket(words);
-  __syncthreads();  // the ticket is there
-  const Place<Sum> place(words, ticket, chains, tiles, STRIP<T>);
+  const Place<Sum> place(words, chains, tiles, STRIP<T>);
   const int64_t strips = ceil_div(da.size[2], STRIP<T>), batch = place.chain / strips;
   const int64_t channel0 = place.chain % strips * STRIP<T>;
   const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * STEPS<T>;
@@ -536,59 +526,40 @@ __device__ __forceinline__ Sum look_back_by_warp(const Place<Sum>& place, Sum fi
   }
 }
 
-// What the warps of a row's block tell each other. A warp that is late reads of one tile what others write of the next.
+// The state before a lane's steps, which `own` is the map of; `after` becomes that after the tile.
 template <typename Sum>
-struct Shared {
-  Sum a[2][ROW_WARPS], low[2][ROW_WARPS], b[2][ROW_WARPS];  // the maps of the warps
-  Sum before, after;                                        // the states, of the tile
-  unsigned ticket;
-
-  __device__ __forceinline__ LongMap<Sum> of_warp(int slot, int warp) const {
-    return {a[slot][warp], low[slot][warp], b[slot][warp]};
-  }
-};
-
-// The state before a lane's steps, which `own` is the map of. The thread that has taken a ticket shows it to all.
-template <typename Sum>
-__device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum> own, Sum first, int slot,
-                                            unsigned ticket, Shared<Sum>& shared) {
+__device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum> own, Sum first, Sum& after) {
+  __shared__ Sum a_of_warps[ROW_WARPS], low_of_warps[ROW_WARPS], b_of_warps[ROW_WARPS];
+  __shared__ Sum before_tile, after_tile;
+  const auto of_warp = [&](int warp) { return LongMap<Sum>{a_of_warps[warp], low_of_warps[warp], b_of_warps[warp]}; };
   UNROLL
   for (int distance = 1; distance <= 16; distance *= 2) {
     const LongMap<Sum> older = shuffle_up(own, distance);
     if (lane_id() >= distance) own = combine(older, own);  // the map of 2 distance lanes, or of all from lane 0 on
   }
   if (lane_id() == LANES - 1) {
-    shared.a[slot][warp_id()] = own.a, shared.low[slot][warp_id()] = own.low, shared.b[slot][warp_id()] = own.b;
+    a_of_warps[warp_id()] = own.a, low_of_warps[warp_id()] = own.low, b_of_warps[warp_id()] = own.b;
   }
   const LongMap<Sum> older = shuffle_up(own, 1);
   __syncthreads();  // the maps of all warps are there
   if (warp_id() == 0) {
     LongMap<Sum> of_all;
-    for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, shared.of_warp(slot, warp));
+    for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
     if (lane_id() == 0) place.tell_map(0, of_all);
     const Sum state = look_back_by_warp(place, first);
     if (lane_id() == 0) {
-      shared.before = state, shared.after = of_all(state), shared.ticket = ticket;
-      place.tell_state(0, shared.after);
+      before_tile = state, after_tile = of_all(state);
+      place.tell_state(0, after_tile);
     }
   }
-  __syncthreads();  // the state before the tile is there, and the ticket
-  Sum state = shared.before;
-  for (int warp = 0; warp < warp_id(); ++warp) state = shared.of_warp(slot, warp)(state);
+  __syncthreads();  // the state before the tile is there
+  Sum state = before_tile;
+  for (int warp = 0; warp < warp_id(); ++warp) state = of_warp(warp)(state);
+  after = after_tile;
   return lane_id() > 0 ? older(state) : state;
 }
 
-// The two tiles that a block begins with.
-template <typename Sum>
-__device__ __forceinline__ void take_tickets(const View<double, 1>& words, Shared<Sum>& shared, unsigned& now,
-                                             unsigned& next) {
-  __shared__ unsigned tickets[2];
-  if (threadIdx.x == 0) tickets[0] = take_ticket(words), tickets[1] = take_ticket(words);
-  __syncthreads();  // the tickets are there
-  now = tickets[0], next = tickets[1];
-}
-
-// grid (as many as fit), block (LANES W)
+// grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
 __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
     scan_rows(View<const T, 3> a,     // [batch, seq, channels]
@@ -599,68 +570,50 @@ __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
               int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  DYNAMIC_SHARED(Items, ring);
-  __shared__ Shared<Sum> shared;
-  const int64_t channels = h.size[2], all = chains * tiles;
-  const int lane = lane_id(), warps = int(blockDim.x) / LANES;
-  const auto first_step = [&](const Place<Sum>& place) { return (place.tile * warps + warp_id()) * PIECE<T>; };
-  const auto tile_of = [&](int slot, int tensor) {
-    return ring + ((slot * warps + warp_id()) * 2 + tensor) * LANES * GROUPS;
-  };
-  const auto fetch = [&](int64_t ticket, int slot) {
-    if (ticket < all) {
-      const Place<Sum> place(words, ticket, chains, tiles, 1);
-      const int64_t batch = place.chain / channels, channel = place.chain % channels, t0 = first_step(place);
-      Row<const T, STEP>(a, batch, channel).fetch(tile_of(slot, 0), t0, T(1.0f));  // (1, 0) changes nothing
-      Row<const T, STEP>(b, batch, channel).fetch(tile_of(slot, 1), t0, T(0.0f));
-    }
-    async_commit();
-  };
+  const Place<Sum> place(words, chains, tiles, 1);
+  const int64_t batch = place.chain / h.size[2], channel = place.chain % h.size[2];
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>;
+  const int lane = lane_id();
 
-  unsigned now, next;
-  take_tickets(words, shared, now, next);
-  fetch(now, 0);
-  for (int slot = 0; now < all; slot = 1 - slot) {
-    fetch(next, 1 - slot);
-    const unsigned later = threadIdx.x == 0 ? take_ticket(words) : 0;
-    const Place<Sum> place(words, now, chains, tiles, 1);
-    const int64_t batch = place.chain / channels, channel = place.chain % channels;
-    const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
-    const Row<T, STEP> h_row(h, batch, channel);
-    Items *const a_tile = tile_of(slot, 0), *const b_tile = tile_of(slot, 1);
-    async_wait<1>();
-    __syncwarp();  // all lanes' copies are there
+  const Row<const T, STEP> a_row(a, batch, channel), b_row(b, batch, channel);
+  const Row<T, STEP> h_row(h, batch, channel);
+  DYNAMIC_SHARED(Items, tile);
+  Items *const a_tile = tile + warp_id() * 2 * LANES * GROUPS, *const b_tile = a_tile + LANES * GROUPS;
+  a_row.fetch(a_tile, t0, T(1.0f));  // (1, 0) changes nothing
+  b_row.fetch(b_tile, t0, T(0.0f));
+  async_commit();
+  const Sum first = h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-    LongMap<Sum> own;
+  LongMap<Sum> own;
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items a_now = a_row.in_time(a_tile[place_of(lane, group)]);
+    const Items b_now = b_row.in_time(b_tile[place_of(lane, group)]);
     UNROLL
-    for (int group = 0; group < GROUPS; ++group) {
-      const Items a_now = h_row.in_time(a_tile[place_of(lane, group)]);
-      const Items b_now = h_row.in_time(b_tile[place_of(lane, group)]);
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * own.b + Sum(b_now[i]));
-    }
-    Sum state = state_before(place, own, first, slot, later, shared);
-    now = next, next = shared.ticket;
-    UNROLL
-    for (int group = 0; group < GROUPS; ++group) {
-      const Items a_now = h_row.in_time(a_tile[place_of(lane, group)]);
-      const Items b_now = h_row.in_time(b_tile[place_of(lane, group)]);
-      Items h_now;
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) {
-        state = Sum(a_now[i]) * state + Sum(b_now[i]);
-        h_now[i] = T(state);
-      }
-      b_tile[place_of(lane, group)] = h_row.in_time(h_now);  // h takes the place of b
-    }
-    __syncwarp();  // all lanes' h are there
-    h_row.store(b_tile, first_step(place));
-    __syncwarp();  // all have read: the place is free for the tile after next
+    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * own.b + Sum(b_now[i]));
   }
+  Sum after;
+  Sum state = state_before(place, own, first, after);
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items a_now = a_row.in_time(a_tile[place_of(lane, group)]);
+    const Items b_now = b_row.in_time(b_tile[place_of(lane, group)]);
+    Items h_now;
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) {
+      state = Sum(a_now[i]) * state + Sum(b_now[i]);
+      h_now[i] = T(state);
+    }
+    b_tile[place_of(lane, group)] = h_row.in_time(h_now);  // h takes the place of b
+  }
+  __syncwarp();  // all lanes' h are there
+  h_row.store(b_tile, t0);
 }
 
 // Time is turned around as in scan_strips_backward.
-// grid (as many as fit), block (LANES W)
+// grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
 __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS_BACKWARD)
     scan_rows_backward(View<const T, 3> g,     // [batch, seq, channels]
@@ -674,82 +627,62 @@ __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS_BACKWARD)
                        int64_t chains, int64_t tiles) {
   using Sum = Accumulator<T>;
   using Items = Vector<T, WIDE<T>>;
-  DYNAMIC_SHARED(Items, ring);
-  __shared__ Shared<Sum> shared;
-  const int64_t channels = da.size[2], seq = da.size[1], all = chains * tiles;
-  const int lane = lane_id(), warps = int(blockDim.x) / LANES;
-  const auto first_step = [&](const Place<Sum>& place) { return (place.tile * warps + warp_id()) * PIECE<T>; };
-  const auto start_of = [&](int64_t batch, int64_t channel) {  // stands where h has ended: before the first step
-    return h0.size[0] ? h0(batch, channel) : T(0.0f);
-  };
-  const auto tile_of = [&](int slot, int tensor) {
-    return ring + ((slot * warps + warp_id()) * 3 + tensor) * LANES * GROUPS;
-  };
-  const auto fetch = [&](int64_t ticket, int slot) {
-    if (ticket < all) {
-      const Place<Sum> place(words, ticket, chains, tiles, 1);
-      const int64_t batch = place.chain / channels, channel = place.chain % channels, t0 = first_step(place);
-      Row<const T, STEP>(g, batch, channel).fetch(tile_of(slot, 0), t0, T(0.0f));
-      Row<const T, STEP>(a, batch, channel).fetch(tile_of(slot, 1), t0, T(1.0f));
-      Row<const T, STEP>(h, batch, channel).fetch(tile_of(slot, 2), t0, start_of(batch, channel));
-    }
-    async_commit();
-  };
+  const Place<Sum> place(words, chains, tiles, 1);
+  const int64_t batch = place.chain / da.size[2], channel = place.chain % da.size[2];
+  const int64_t t0 = (place.tile * (blockDim.x / LANES) + warp_id()) * PIECE<T>, end = t0 + PIECE<T>;
+  const int lane = lane_id();
 
-  unsigned now, next;
-  take_tickets(words, shared, now, next);
-  fetch(now, 0);
-  for (int slot = 0; now < all; slot = 1 - slot) {
-    fetch(next, 1 - slot);
-    const unsigned later = threadIdx.x == 0 ? take_ticket(words) : 0;
-    const Place<Sum> place(words, now, chains, tiles, 1);
-    const int64_t batch = place.chain / channels, channel = place.chain % channels;
-    const int64_t t0 = first_step(place), end = t0 + PIECE<T>;
-    const T after_piece = lane == LANES - 1 && end < seq ? h(batch, end, channel) : start_of(batch, channel);
-    const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
-    Items *const g_tile = tile_of(slot, 0), *const a_tile = tile_of(slot, 1), *const h_tile = tile_of(slot, 2);
-    async_wait<1>();
-    __syncwarp();  // all lanes' copies are there
+  const Row<const T, STEP> g_row(g, batch, channel), a_row(a, batch, channel), h_row(h, batch, channel);
+  const Row<T, STEP> da_row(da, batch, channel), db_row(db, batch, channel);
+  const T start = h0.size[0] ? h0(batch, channel) : T(0.0f);  // stands where h has ended: before the first step
+  DYNAMIC_SHARED(Items, tile);
+  Items* const g_tile = tile + warp_id() * 3 * LANES * GROUPS;
+  Items *const a_tile = g_tile + LANES * GROUPS, *const h_tile = a_tile + LANES * GROUPS;
+  g_row.fetch(g_tile, t0, T(0.0f));
+  a_row.fetch(a_tile, t0, T(1.0f));
+  h_row.fetch(h_tile, t0, start);
+  async_commit();
+  const T after_piece = lane == LANES - 1 && end < da.size[1] ? h(batch, end, channel) : start;
+  async_wait<0>();
+  __syncwarp();  // all lanes' copies are there
 
-    LongMap<Sum> own;
+  LongMap<Sum> own;
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items g_now = g_row.in_time(g_tile[place_of(lane, group)]);
+    const Items a_now = a_row.in_time(a_tile[place_of(lane, group)]);
     UNROLL
-    for (int group = 0; group < GROUPS; ++group) {
-      const Items g_now = da_row.in_time(g_tile[place_of(lane, group)]);
-      const Items a_now = da_row.in_time(a_tile[place_of(lane, group)]);
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + own.b));
-    }
-    Sum carry = state_before(place, own, Sum(0), slot, later, shared);
-    now = next, next = shared.ticket;
-    if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(shared.after);
-
-    Items h_now = da_row.in_time(h_tile[place_of(lane, 0)]);
-    const Sum after_lane = __shfl_down_sync(ALL, Sum(h_now[0]), 1);  // the state after a lane's steps
-    const Sum after = lane < LANES - 1 ? after_lane : Sum(after_piece);
-    UNROLL
-    for (int group = 0; group < GROUPS; ++group) {
-      const Items g_now = da_row.in_time(g_tile[place_of(lane, group)]);
-      const Items a_now = da_row.in_time(a_tile[place_of(lane, group)]);
-      const bool more = group + 1 < GROUPS;
-      const Items h_next = more ? da_row.in_time(h_tile[place_of(lane, (group + 1) % GROUPS)]) : h_now;
-      const Sum after_group = more ? Sum(h_next[0]) : after;
-      Items da_now, db_now;
-      UNROLL
-      for (int i = 0; i < WIDE<T>; ++i) {
-        const Sum lambda = Sum(g_now[i]) + carry;
-        da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after_group));
-        db_now[i] = T(lambda);
-        carry = Sum(a_now[i]) * lambda;
-      }
-      h_tile[place_of(lane, group)] = da_row.in_time(da_now);  // da and db take the place of h and g
-      g_tile[place_of(lane, group)] = db_row.in_time(db_now);
-      h_now = h_next;
-    }
-    __syncwarp();  // all lanes' da and db are there
-    da_row.store(h_tile, t0);
-    db_row.store(g_tile, t0);
-    __syncwarp();  // all have read: the place is free for the tile after next
+    for (int i = 0; i < WIDE<T>; ++i) own.take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + own.b));
   }
+  Sum after_tile;
+  Sum carry = state_before(place, own, Sum(0), after_tile);
+  if (threadIdx.x == 0 && place.last() && dh0.size[0]) dh0(batch, channel) = T(after_tile);
+
+  Items h_now = h_row.in_time(h_tile[place_of(lane, 0)]);
+  const Sum after_lane = __shfl_down_sync(ALL, Sum(h_now[0]), 1);  // the state after a lane's steps
+  const Sum after = lane < LANES - 1 ? after_lane : Sum(after_piece);
+#pragma unroll 4
+  for (int group = 0; group < GROUPS; ++group) {
+    const Items g_now = g_row.in_time(g_tile[place_of(lane, group)]);
+    const Items a_now = a_row.in_time(a_tile[place_of(lane, group)]);
+    const bool more = group + 1 < GROUPS;
+    const Items h_next = more ? h_row.in_time(h_tile[place_of(lane, (group + 1) % GROUPS)]) : h_now;
+    const Sum after_group = more ? Sum(h_next[0]) : after;
+    Items da_now, db_now;
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) {
+      const Sum lambda = Sum(g_now[i]) + carry;
+      da_now[i] = T(lambda * (i + 1 < WIDE<T> ? Sum(h_now[(i + 1) % WIDE<T>]) : after_group));
+      db_now[i] = T(lambda);
+      carry = Sum(a_now[i]) * lambda;
+    }
+    h_tile[place_of(lane, group)] = da_row.in_time(da_now);  // da and db take the place of h and g
+    g_tile[place_of(lane, group)] = db_row.in_time(db_now);
+    h_now = h_next;
+  }
+  __syncwarp();  // all lanes' da and db are there
+  da_row.store(h_tile, t0);
+  db_row.store(g_tile, t0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -783,10 +716,7 @@ struct Cut {
   }
   template <auto KERNEL, typename... Arguments>
   void rows(int tensors, Stream stream, Arguments... arguments) const {
-    if (chains * tiles == 0) return;
-    const size_t shared = size_t(2 * tensors) * block.x * GROUPS * 16;
-    launch<KERNEL>({min(chains * tiles, resident_blocks<KERNEL>(block, shared, stream))}, block, shared, stream,
-                   arguments..., chains, tiles);
+    launch<KERNEL>({chains * tiles}, block, block.x * tensors * GROUPS * 16, stream, arguments..., chains, tiles);
   }
 };
 

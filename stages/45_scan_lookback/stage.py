@@ -15,7 +15,7 @@ SECTOR = 32
 LANES = 32
 LINE = 16  # words of 8 bytes before what is told: the ticket and what fills its line
 STRIP_WARPS, STRIP_BYTES = 4, 8192  # of a tile of a strip, at most; of a tensor that each has
-ROW_WARPS, GROUPS = 8, 4  # of a tile of a row, at most; of 16 bytes that a lane takes of a tensor
+ROW_WARPS, GROUPS = 8, 8  # of a tile of a row, at most; of 16 bytes that a lane takes of a tensor
 FEWEST = 8  # tiles of a row, if it is so long that they can have a warp each
 
 
