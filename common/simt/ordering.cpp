@@ -6,7 +6,7 @@
 namespace simt {
 namespace {
 
-constexpr int MANY_LOOKS = 16;  // at one word after another: perhaps in a loop that waits for one of them
+constexpr int MANY_LOOKS = 64;  // at one word after another: perhaps in a loop that waits for one of them
 
 // In the random schedule others run between any two steps of a protocol, also where nobody has to wait.
 void perhaps_let_others_run(Worker& worker, const void* caller) {

@@ -10,7 +10,7 @@
 //           Results take the place of what they were made from, and leave as they came, 16 bytes a lane. A block is one
 //           warp, so that a few thousand channels are many blocks, and all multiprocessors get about as many.
 // Mapping   block: STRIP channels of one batch, all T steps.  tile: ROWS steps of them, 2 KiB of each tensor.
-//           lane: one channel in the walk; in a copy, 16 bytes of every STEP-th row.
+//           lane: one channel in the walk, two if their words have 16 bits; in a copy, 16 bytes of every STEP-th row.
 // Cost      [B, T, D] row-major float32, T a multiple of 32, D of 64; N = B T D elements, C = B D channels
 //             global sectors        as in stage 40, in a quarter of the requests but for h0 and dh0
 //             shared wavefronts     forward 2 N / 32 copies, 3 N / 32 loads, N / 32 stores
@@ -30,13 +30,16 @@
 
 constexpr int LANES = 32;  // of a block
 template <typename T>
-constexpr int PAIR =
-    sizeof(T) == 2 ? 2 : 1;  // channels of a lane: so that a row of a tile is 128 bytes in 16 bits, too
+constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;  // channels of a lane: a row of a strip is 128 bytes, in double 256
 template <typename T>
 constexpr int STRIP = LANES * PAIR<T>;  // channels of a block
-constexpr int STAGES = 5;               // tiles in the ring: 12 to 16 KB of a block are on their way in the forward
 template <typename T>
 constexpr int ROWS = 2048 / (STRIP<T> * int(sizeof(T)));  // steps of a tile
+// Tiles in the ring, of which all but one are on their way: 16 KB of a block, in 16 bits 24 of half as many blocks. With
+// more of them an H100 is slower, though there is room.
+template <typename T>
+constexpr int STAGES = sizeof(T) == 2 ? 7 : 5;
+constexpr int STAGES_BACKWARD = 5;
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(LANES) scan_pipelined(View<const T, 3> a,   //
                                                         View<const T, 2> h0,  // [batch, channels], or empty
                                                         View<T, 3> h) {       // [batch, seq, channels]
   using Sum = Accumulator<T>;
-  alignas(16) __shared__ Piece<T> a_ring[STAGES], b_ring[STAGES];
+  alignas(16) __shared__ Piece<T> a_ring[STAGES<T>], b_ring[STAGES<T>];
 
   const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP<T>);
   const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP<T>;
@@ -143,17 +146,17 @@ __global__ void __launch_bounds__(LANES) scan_pipelined(View<const T, 3> a,   //
     if (a_strip.steps > 0) a_strip.fetch(a_ring[slot]), b_strip.fetch(b_ring[slot]);
     async_commit();  // of nothing, at the end, so that groups and tiles count alike
   };
-  for (int slot = 0; slot < STAGES - 1; ++slot) start(slot);
+  for (int slot = 0; slot < STAGES<T> - 1; ++slot) start(slot);
 
   Sum state[PAIR<T>];
   UNROLL
   for (int i = 0; i < PAIR<T>; ++i) {
     state[i] = h0.size[0] && own + i < h_strip.cols ? Sum(h0(batch, channel0 + own + i)) : 0;
   }
-  int now = 0, free = STAGES - 1;
+  int now = 0, free = STAGES<T> - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
-    async_wait<STAGES - 2>();  // this lane's part of the tile
-    __syncwarp();              // everyone's; and all have stored the tile before it, whose place is free
+    async_wait<STAGES<T> - 2>();  // this lane's part of the tile
+    __syncwarp();                 // everyone's; and all have stored the tile before it, whose place is free
     start(free);
     const Words<T> a_words(a_ring[now]), b_words(b_ring[now]);
     UNROLL
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(LANES) scan_pipelined(View<const T, 3> a,   //
     }
     __syncwarp();  // all channels of h are there
     h_strip.store(b_ring[now]);
-    free = now, now = now + 1 < STAGES ? now + 1 : 0;
+    free = now, now = now + 1 < STAGES<T> ? now + 1 : 0;
   }
 }
 
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(LANES) scan_pipelined_backward(View<const T, 3
                                                                  View<T, 3> db,        // [batch, seq, channels]
                                                                  View<T, 2> dh0) {     // [batch, channels], or empty
   using Sum = Accumulator<T>;
-  alignas(16) __shared__ Piece<T> g_ring[STAGES], a_ring[STAGES], h_ring[STAGES];
+  alignas(16) __shared__ Piece<T> g_ring[STAGES_BACKWARD], a_ring[STAGES_BACKWARD], h_ring[STAGES_BACKWARD];
 
   const int64_t seq = h.size[1], strips = ceil_div(h.size[2], STRIP<T>);
   const int64_t batch = blockIdx.x / strips, channel0 = blockIdx.x % strips * STRIP<T>;
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(LANES) scan_pipelined_backward(View<const T, 3
     if (g_strip.steps > 0) g_strip.fetch(g_ring[slot]), a_strip.fetch(a_ring[slot]), h_strip.fetch(h_ring[slot]);
     async_commit();
   };
-  for (int slot = 0; slot < STAGES - 1; ++slot) start(slot);
+  for (int slot = 0; slot < STAGES_BACKWARD - 1; ++slot) start(slot);
 
   Vector<T, PAIR<T>> first;
   UNROLL
@@ -203,9 +206,9 @@ __global__ void __launch_bounds__(LANES) scan_pipelined_backward(View<const T, 3
     first[i] = h0.size[0] && own + i < da_strip.cols ? h0(batch, channel0 + own + i) : T(0);
   }
   Sum carry[PAIR<T>] = {};  // what the steps that were walked give to the next one's state
-  int now = 0, free = STAGES - 1;
+  int now = 0, free = STAGES_BACKWARD - 1;
   for (int64_t t0 = 0; t0 < seq; t0 += ROWS<T>) {
-    async_wait<STAGES - 2>();
+    async_wait<STAGES_BACKWARD - 2>();
     __syncwarp();  // as in the forward: the tile is there, and the place of the one before it is free
     start(free);
     if (t0 + ROWS<T> >= seq) {
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(LANES) scan_pipelined_backward(View<const T, 3
     __syncwarp();  // all channels of da and db are there
     da_strip.store(h_ring[now]);
     db_strip.store(g_ring[now]);
-    free = now, now = now + 1 < STAGES ? now + 1 : 0;
+    free = now, now = now + 1 < STAGES_BACKWARD ? now + 1 : 0;
   }
   UNROLL
   for (int i = 0; i < PAIR<T>; ++i) {

@@ -4,45 +4,48 @@ from stages.families import scan
 from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
-STRIP = 32  # channels of a block, which is one warp
+LANES = 32  # of a block
 
 
 def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writes: int, missing: int) -> Counts:
     """A block walks through `reads` tensors, of which `missing` lack the last row, and writes `writes` others.
 
-    A row is a step of its STRIP channels. Of [B, T, D] a lane copies 16 bytes, of [B, D, T] a word.
+    A row is a step of a block's channels, of which a lane has `pair`. Of [B, T, D] a lane copies 16 bytes, of
+    [B, D, T] a word.
     """
-    blocks, passes = B * D // STRIP, 2 if itemsize == 8 else 1  # passes: wavefronts for a row of words in shared memory
+    pair, passes = (2, 1) if itemsize == 2 else (1, itemsize // 4)  # passes: wavefronts for a row in shared memory
+    strip = LANES * pair
+    blocks = B * D // strip
     rows, results = reads * T * blocks, writes * T * blocks
     lost = missing * blocks  # rows that are zeros instead
     ends = blocks if missing else 0  # the backward stores dh0, and puts h0 in the place of the zeros
     if time_dim == 1:
-        lanes = STRIP * itemsize // 16  # that copy a row
-        lines = max(1, lanes // 8)  # of 128 bytes in it: each a wavefront, and zeros take four for a request
-        each = itemsize  # sectors of a row
+        lanes = strip * itemsize // 16  # that copy a row
+        lines = lanes // 8  # of 128 bytes in it: each a wavefront, and zeros take four for a request
+        each = strip * itemsize // 32  # sectors of a row
         moves = dict(
-            load_requests=rows * lanes // 32 + blocks,
-            store_requests=results * lanes // 32 + ends,
+            load_requests=rows * lanes // 32 + blocks * pair,
+            store_requests=results * lanes // 32 + ends * pair,
             shared_copy_wavefronts=(rows - lost) * lines + lost * 4,
-            shared_load_wavefronts=rows * passes + results * lanes // 8,
+            shared_load_wavefronts=rows * passes + results * lines,
             shared_store_wavefronts=(results + ends) * passes,
         )
     else:
-        each = 32
-        singly = rows if itemsize == 2 else 0  # cp.async takes no less than 4 bytes
+        each = strip
+        singly = rows * pair if itemsize == 2 else 0  # cp.async takes no less than 4 bytes
         # T words lie between two lanes: all come from the same bank of the first-level cache.
         copies = 0 if singly else (rows - lost) * 32 + lost * passes
         moves = dict(
-            load_requests=rows - lost + blocks,
-            store_requests=results + ends,
+            load_requests=(rows - lost + blocks) * pair,
+            store_requests=(results + ends) * pair,
             shared_copy_wavefronts=copies,
-            shared_load_wavefronts=(rows + results) * passes,
+            shared_load_wavefronts=(rows + results * pair) * passes,
             shared_store_wavefronts=(results + ends) * passes + singly,
         )
-    return Counts(
+    return Counts(  # of h0 and dh0 every lane moves its words one after the other
         **moves,
-        load_sectors=(rows - lost) * each + blocks * itemsize,
-        store_sectors=results * each + ends * itemsize,
+        load_sectors=(rows - lost) * each + blocks * itemsize * pair**2,
+        store_sectors=results * each + ends * itemsize * pair**2,
     )
 
 
@@ -61,7 +64,7 @@ stage = Stage(
     family=scan,
     lesson="later steps on their way: a ring of tiles in shared memory",
     cost=cost,
-    aligned=(1, 32, 2 * STRIP),
+    aligned=(1, 32, 2 * LANES),
     registers=168,  # a block is one warp: it may have many
     options=({}, {"reverse": True}, {"time_dim": 2}),
 )

@@ -323,12 +323,13 @@ bool in_groups(const Views&... views) {
   return (in_wide_groups(views, 1) && ...);
 }
 
-// One of three kernels, a block for each channel: as many warps as its steps need, in chunks of one size.
+// One of three kernels, a block for each channel: as many warps as its steps need, in chunks of one size; two of them at
+// least, so that one is on its way while the other is worked at.
 template <auto ANYHOW, auto ONWARDS, auto BACKWARDS, typename T, typename... Arguments>
 void launch_rows(bool groups, bool turned, const View<T, 3>& x, Stream stream, Arguments... arguments) {
-  const int64_t warps = ceil_div(x.size[1], 32 * WIDE<T>), chunks = max(ceil_div(warps, WARPS), int64_t(1));
+  const int64_t warps = ceil_div(x.size[1], 32 * WIDE<T>), chunks = max(ceil_div(warps, WARPS), min(warps, int64_t(2)));
   const Grid grid{x.size[0] * x.size[2]};
-  const dim3 block(unsigned(32 * max(ceil_div(warps, chunks), int64_t(1))));
+  const dim3 block(unsigned(32 * ceil_div(max(warps, int64_t(1)), max(chunks, int64_t(1)))));
   if (!groups) launch<ANYHOW>(grid, block, 0, stream, arguments...);
   else if (turned) launch<BACKWARDS>(grid, block, 0, stream, arguments...);
   else launch<ONWARDS>(grid, block, 0, stream, arguments...);

@@ -15,7 +15,7 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
     """
     channels, wide = B * D, 16 // itemsize
     pieces = -(-T // (32 * wide))  # warps that have steps to take, in all chunks
-    chunks = -(-pieces // WARPS)
+    chunks = max(-(-pieces // WARPS), min(pieces, 2))
     warps = -(-pieces // chunks)
     after, ends = (pieces - 1, 1) if backward else (0, 0)
     loads = chunks * warps * 3 * warps  # the maps of all warps, three words each, read by all warps

@@ -46,7 +46,7 @@ template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // steps of 16 bytes
 
 // A tile of a strip of channels: up to STRIP_WARPS warps, each with 8 KiB of every tensor.
-constexpr int STRIP_WARPS = 4;
+constexpr int STRIP_WARPS = 4, STRIP_THREADS = STRIP_WARPS * LANES;
 constexpr int WINDOW = 8;  // tiles that a lane looks back at
 template <typename T>
 constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;  // channels of a lane
@@ -56,7 +56,7 @@ template <typename T>
 constexpr int STEPS = 8192 / (STRIP<T> * int(sizeof(T)));  // of a warp
 
 // A tile of one channel: up to ROW_WARPS warps, each with GROUPS times 16 bytes a lane.
-constexpr int ROW_WARPS = 8;
+constexpr int ROW_WARPS = 8, ROW_THREADS = ROW_WARPS * LANES;
 constexpr int GROUPS = 8;
 constexpr int BLOCKS = 3, BLOCKS_BACKWARD = 2;  // that a multiprocessor has at a time
 template <typename T>
@@ -259,7 +259,9 @@ __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[
       known = known && there;
     }
     if (known) return;
-    spin_hint();
+    do {
+      spin_hint();
+    } while (Told<Sum>(place.b_of(place.tile - 1, lane_id())).what == NOTHING);  // before that there is no use in more
   }
 }
 
@@ -303,7 +305,7 @@ __device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<S
 
 // grid (chains * tiles), block (LANES W)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(LANES* STRIP_WARPS)
+__global__ void __launch_bounds__(STRIP_THREADS, 2)
     scan_strips(View<const T, 3> a,     // [batch, seq, channels]
                 View<const T, 3> b,     // [batch, seq, channels]
                 View<const T, 2> h0,    // [batch, channels], or empty
@@ -358,7 +360,7 @@ __global__ void __launch_bounds__(LANES* STRIP_WARPS)
 // on is a[t] lambda[t], what later steps give to the next state: a step makes a (g + carry) of it.
 // grid (chains * tiles), block (LANES W)
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(LANES* STRIP_WARPS)
+__global__ void __launch_bounds__(STRIP_THREADS, 2)
     scan_strips_backward(View<const T, 3> g,     // [batch, seq, channels]
                          View<const T, 3> a,     // [batch, seq, channels]
                          View<const T, 3> h,     // [batch, seq, channels]
@@ -483,7 +485,7 @@ struct Row {
   }
 
   // In the order of time from that of memory, and back.
-  static __device__ __forceinline__ Items in_time(const Items& items) {
+  static __device__ __forceinline__ Items in_time(Items items) {
     Items result;
     UNROLL
     for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == -1 ? WIDE<T> - 1 - i : i];
@@ -561,7 +563,7 @@ __device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum
 
 // grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     scan_rows(View<const T, 3> a,     // [batch, seq, channels]
               View<const T, 3> b,     // [batch, seq, channels]
               View<const T, 2> h0,    // [batch, channels], or empty
@@ -582,7 +584,7 @@ __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
   a_row.fetch(a_tile, t0, T(1.0f));  // (1, 0) changes nothing
   b_row.fetch(b_tile, t0, T(0.0f));
   async_commit();
-  const Sum first = h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
+  const Sum first = place.tile == 0 && h0.size[0] ? Sum(h0(batch, channel)) : Sum(0);
   async_wait<0>();
   __syncwarp();  // all lanes' copies are there
 
@@ -615,7 +617,7 @@ __global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS)
 // Time is turned around as in scan_strips_backward.
 // grid (chains * tiles), block (LANES W)
 template <typename T, int STEP>
-__global__ void __launch_bounds__(LANES* ROW_WARPS, BLOCKS_BACKWARD)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_BACKWARD)
     scan_rows_backward(View<const T, 3> g,     // [batch, seq, channels]
                        View<const T, 3> a,     // [batch, seq, channels]
                        View<const T, 3> h,     // [batch, seq, channels]

@@ -15,6 +15,7 @@ SECTOR = 32
 LANES = 32
 LINE = 16  # words of 8 bytes before what is told: the ticket and what fills its line
 STRIP_WARPS, STRIP_BYTES = 4, 8192  # of a tile of a strip, at most; of a tensor that each has
+WINDOW = 8  # tiles that a lane of a strip looks back at
 ROW_WARPS, GROUPS = 8, 8  # of a tile of a row, at most; of 16 bytes that a lane takes of a tensor
 FEWEST = 8  # tiles of a row, if it is so long that they can have a warp each
 
@@ -68,50 +69,54 @@ def moved(B: int, T: int, D: int, itemsize: int, time_dim: int, reads: int, writ
     The backward, of three reads, has no h before the first step, and h0 instead.
     """
     backward = reads == 3
-    chains, tiles, width, steps = cut(B, T, D, itemsize, time_dim == 2)
-    twice = 2 if itemsize == 8 else 1  # wavefronts of a row of words in shared memory
+    chains, tiles, warps, width, steps = cut(B, T, D, itemsize, time_dim == 2)
+    parts = 2 if itemsize == 8 else 1  # words that tell a number; wavefronts of 32 numbers in shared memory
+    pair = width // LANES  # channels of a lane, in a strip
     maps, states = max(0, tiles - 2), tiles - 1  # told by all tiles but the last, and no map by the first
-    flags = sum(sectors(LINE + chain * tiles, tile) for chain in range(chains) for tile in range(1, tiles))
+    others = warps * (warps - 1) // 2  # maps of earlier warps that all warps of a tile apply
     if time_dim == 1:
-        warps, each = 1, max(itemsize, 4)  # sectors of what all lanes tell
-        vectors = T * itemsize // 16  # requests for a tensor, of 16 bytes a lane
-        lines = max(1, itemsize // 4)  # of 128 bytes in a row, which the lanes of a copy take one after the other
+        lines = width * itemsize // 128  # in a row of the strip, which the lanes of a copy take one after the other
+        vectors = T * lines // 4  # requests for a tensor, of 16 bytes a lane
         copies = (reads * T - backward) * lines
-        starts, start, after, ends = 1, itemsize, 0, itemsize  # h0 where it is needed, and dh0
-        barriers = 1
-        loads = (5 if backward else 4) * T * twice + writes * 4 * vectors
-        stores = (writes * T + backward) * twice
+        numbers, each = parts * pair, 8 * parts  # requests for a number of each channel, and sectors of one of them
+        looks = sum(min(tile, WINDOW) for tile in range(tiles)) * numbers * 2
+        looked = chains * looks * each
+        starts, ends = (pair, pair) if backward else (warps * pair, 0)  # h0 where it is needed, and dh0
+        sides, after = pair * itemsize, 0  # sectors of one of those
+        loads = (5 if backward else 4) * T * parts + writes * 4 * vectors
+        loads += tiles * pair * parts * (3 * warps + warps + 3 * others)
+        stores = (writes * T + backward) * parts + tiles * pair * parts * (3 * warps + 1)
     else:
-        warps, each = steps * itemsize // (GROUPS * 512), 1
         vectors = T * itemsize // 512
         copies = reads * vectors * 4
+        numbers, each = parts, 1
+        looks = states * numbers * 2
+        looked = sum(sectors(chain * tiles + tile, tile, parts) for chain in range(chains) for tile in range(1, tiles))
         starts, after, ends = (tiles * warps, tiles * warps - 1, 1) if backward else (warps, 0, 0)
-        start = starts
-        barriers = 3
-        # Lanes read their own groups twice, but h once; a warp the maps of those before it, the first one all.
-        loads = (5 if backward else 4) * 4 * vectors + tiles * warps * (warps + 1)
-        loads += tiles * warps * (2 if backward else 1)  # the states around the tile
-        stores = tiles * (2 * warps + 2)
+        sides = 1
+        loads = ((5 if backward else 4) + writes) * 4 * vectors
+        loads += tiles * (3 * warps + warps * (1 + backward) + 3 * others)
+        stores = writes * 4 * vectors + tiles * (3 * warps + 2)
     whole = T * itemsize * width // SECTOR  # sectors of a tensor
-    missing = (itemsize if time_dim == 1 else 0) * backward  # sectors of the h that is not there
+    missing = width * itemsize // SECTOR if backward and time_dim == 1 else 0  # of the h that is not there
     return Counts(
-        load_requests=chains * (reads * vectors + starts + after + 2 * states),
-        load_sectors=chains * (reads * whole - missing + start + after + states * each) + flags,
-        store_requests=chains * (writes * vectors + (1 if backward else 0) + 3 * maps + 2 * states),
-        store_sectors=chains
-        * (writes * whole + (ends if backward else 0) + maps * (2 * each + 1) + states * (each + 1)),
+        load_requests=chains * (reads * vectors + starts + after + looks),
+        load_sectors=chains * (reads * whole - missing + starts * sides + after) + looked,
+        store_requests=chains * (writes * vectors + ends + (2 * maps + states) * numbers),
+        store_sectors=chains * (writes * whole + ends * sides + (2 * maps + states) * numbers * each),
         atomic_requests=chains * tiles,
         atomic_sectors=chains * tiles,
         shared_copy_wavefronts=chains * copies,
         shared_load_wavefronts=chains * (loads + tiles * warps),
         shared_store_wavefronts=chains * (stores + tiles),
-        barriers=barriers * chains * tiles,
+        barriers=3 * chains * tiles,
     )
 
 
-def sectors(first: int, tile: int) -> int:
-    """Of the flags of up to 32 tiles before a tile, where the flags of its chain begin at the word `first`."""
-    return (first + tile - 1) * 4 // SECTOR - (first + max(0, tile - 32)) * 4 // SECTOR + 1
+def sectors(end: int, tile: int, parts: int) -> int:
+    """That a warp looks at which looks at up to 32 tiles before a tile, in 2 or 4 requests; `end`: told before it."""
+    begin = end - min(tile, LANES)
+    return 2 * parts * ((end * parts - 1) // 2 - begin * parts // 2 + 1) if parts == 1 else 4 * (end - begin)
 
 
 def cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reverse: bool = False) -> Counts:
@@ -129,7 +134,7 @@ stage = Stage(
     family=scan,
     lesson="one pass, tiles look back for the state: tickets, release and acquire",
     cost=cost,
-    aligned=(1, 1024, 64),
+    aligned=(1, 2048, 64),
     registers=240,  # of 16-bit numbers that a lane takes singly; vectors of them and strips are done with 105
     bench={"cpu": ((1, 4096, 64),), "cuda": ((1, 65536, 1024), (8, 8192, 1536))},
     options=({}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
