@@ -22,20 +22,24 @@
 //           More than LANES states take a walk for each LANES of them.
 // Run       python -m stages run 48
 
+#include <type_traits>
+
 #include "common/complex.h"
 #include "common/device.h"
 #include "common/launch.h"
+#include "common/mma.h"
 #include "common/numeric.h"
 #include "common/phase.h"
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int LANES = 64;                // states of a block, one a thread
-constexpr int BLOCKS = 4;                // a multiprocessor: no more threads than states, so registers abound
-constexpr int STEPS = 16;                // of a tile
-constexpr int INPUTS = 32;               // rows of u, and columns of x, in shared memory at a time
-constexpr int PAD = 1;                   // so that neighbouring inputs of a state lie in different banks
-constexpr int QUARTERS = LANES / STEPS;  // threads that add up the states of one step
+constexpr int WARPS = 4;               // of a block
+constexpr int ROWS = 16;               // states of a warp: a lane has two of them, eight apart
+constexpr int STATES = WARPS * ROWS;   // of a block at a time
+constexpr int EACH = 8;                // steps of a lane
+constexpr int STEPS = 4 * EACH;        // of a tile: four lanes share a state, each has a part of the time
+constexpr int INPUTS = 32;             // rows of u, and columns of x, at a time
+constexpr int BLOCKS = 4;              // a multiprocessor
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 
@@ -65,67 +69,214 @@ __device__ __forceinline__ Complex<T> polar(const View<const Complex<T>, 1>& x, 
   return unit<T>(phase_of(value.im)) * radius;
 }
 
-// What a block keeps in shared memory.
+// z + x y, in four instructions.
 template <typename T>
-struct Tiles {
-  alignas(16) T u[INPUTS][STEPS];
-  T x[INPUTS][LANES + PAD];
-  T sums[STEPS][LANES + QUARTERS];  // the QUARTERS threads of 8 steps read from 32 banks
-  T v[STEPS], g[STEPS];             // of the block's own channel: dt silu(u), and in the backward dy silu(z)
+__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, Complex<T> y, Complex<T> z) {
+  return {z.re + x.re * y.re - x.im * y.im, z.im + x.re * y.im + x.im * y.re};
+}
+
+// ---- products on the tensor cores -----------------------------------------------------------------------------------
+// A float goes there as the sum of two that have 11 bits each, a double as it is.
+template <typename T>
+constexpr int PARTS = sizeof(T) == 4 ? 2 : 1;
+template <typename T>
+using Part = std::conditional_t<sizeof(T) == 4, uint32_t, double>;
+template <typename T>
+using Left = Part<T>[PARTS<T>][4];  // what a lane holds of the left matrix
+template <typename T>
+using Right = Vector<Part<T>, 2 * PARTS<T>>;  // and of the right one: part i of value n is element 2 i + n
+
+// mma ignores 13 bits: they are rounded away from the first part. What is not finite makes the second one NaN.
+template <typename T>
+__device__ __forceinline__ void split(T value, Part<T> (&parts)[PARTS<T>]) {
+  if constexpr (sizeof(T) == 8) {
+    parts[0] = value;
+  } else {
+    parts[0] = (__float_as_uint(value) + 0x1000) & 0xffffe000;
+    parts[1] = __float_as_uint(value - __uint_as_float(parts[0]));
+  }
+}
+template <typename T>
+__device__ __forceinline__ Right<T> split(T first, T second) {
+  Part<T> parts[2][PARTS<T>];
+  split(first, parts[0]), split(second, parts[1]);
+  Right<T> right;
+  UNROLL
+  for (int i = 0; i < 2 * PARTS<T>; ++i) right[i] = parts[i % 2][i / 2];
+  return right;
+}
+
+// d += a b, as mma. Of floats all but the product of the two small parts, which is nothing beside the rounding.
+template <typename T>
+__device__ __forceinline__ void multiply(T (&d)[4], const Left<T>& a, const Right<T>& b) {
+  if constexpr (sizeof(T) == 8) {
+    mma(d, a[0], b.value);
+  } else {
+    const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
+    mma<Tf32>(d, a[1], high);
+    mma<Tf32>(d, a[0], low);
+    mma<Tf32>(d, a[0], high);
+  }
+}
+
+// ---- a tile of time -------------------------------------------------------------------------------------------------
+// Who does what in a warp. Lane 4 row + part has the states row and row + 8, and of each the steps from EACH part on.
+struct Lane {
+  int row = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
 };
 
-// angles[s] = theta[t0 + s] of this thread's state, all steps of a tile at once. One text for both directions,
-// so that the backward finds the very same phases.
+// INPUTS rows of STEPS steps of u. Read by pairs of rows along a row of the tile, and filled, too: four pairs and two
+// neighbouring steps are all the banks, as the steps lie half of them apart. What lanes of other parts read lies
+// another quarter apart.
 template <typename T>
-__device__ __forceinline__ void find_angles(T (&angles)[STEPS], Tiles<T>& tiles, const View<const T, 3>& u,
-                                            const View<const T, 3>& x, T bias, int64_t batch, int64_t channel,
-                                            int64_t state0, int64_t t0, bool first) {
-  const int64_t inputs = u.size[1], seq = u.size[2], states = x.size[1];
-  const int lane = threadIdx.x;
+struct Tile {
+  static constexpr int PITCH = INPUTS / 2 + 4, SKEW = 2;
+  Right<T> u[STEPS / EACH][EACH * PITCH + SKEW];
+};
+
+// A thread fills one step of a tile with EACH of its rows, two at a time.
+struct Filler {
+  int part = threadIdx.x / 32, step = threadIdx.x % 32 / 8 * 2 + threadIdx.x % 2, pair = threadIdx.x % 8 / 2;
+};
+
+// What this thread will fill in, of the tile that begins at step t0 and row r0; 0 past an edge.
+template <typename T>
+__device__ __forceinline__ void fetch(T (&piece)[EACH], const View<const T, 3>& u, int64_t batch, int64_t t0,
+                                      int64_t r0) {
+  const Filler own;
+  const int64_t t = t0 + EACH * own.part + own.step;
+  const int rows = t < u.size[2] ? int(min(u.size[1] - r0, int64_t(INPUTS))) - 2 * own.pair : 0;
+  const T* word = &u(batch, r0 + 2 * own.pair, t);
   UNROLL
-  for (int s = 0; s < STEPS; ++s) angles[s] = bias;
-  for (int64_t r0 = 0; r0 < inputs; r0 += INPUTS) {
-    __syncthreads();  // everyone is done with the tiles that these replace
-    for (int e = lane; e < INPUTS * STEPS; e += LANES) {
-      const int r = e / STEPS, s = e % STEPS;
-      tiles.u[r][s] = r0 + r < inputs && t0 + s < seq ? u(batch, r0 + r, t0 + s) : T(0);
-    }
-    if (first || inputs > INPUTS) {  // else they are the same in every tile
-      for (int e = lane; e < INPUTS * LANES; e += LANES) {
-        const int r = e % INPUTS, j = e / INPUTS;
-        tiles.x[r][j] = r0 + r < inputs && state0 + j < states ? x(channel, state0 + j, r0 + r) : T(0);
-      }
-    }
-    __syncthreads();  // the tiles are there
-#pragma unroll 4
-    for (int r = 0; r < INPUTS; ++r) {
-      const T weight = tiles.x[r][lane];
-      UNROLL
-      for (int s = 0; s < STEPS; s += WIDE<T>) {
-        const auto group = load_vector<WIDE<T>>(&tiles.u[r][s]);
-        UNROLL
-        for (int i = 0; i < WIDE<T>; ++i) angles[s + i] += weight * group[i];
-      }
+  for (int i = 0; i < EACH; i += 2, word += 8 * u.stride[1]) {
+    piece[i] = 4 * i < rows ? word[0] : T(0);
+    piece[i + 1] = 4 * i + 1 < rows ? word[u.stride[1]] : T(0);
+  }
+}
+template <typename T>
+__device__ __forceinline__ void fill(Tile<T>& tile, const T (&piece)[EACH]) {
+  const Filler own;
+  UNROLL
+  for (int i = 0; i < EACH; i += 2) {
+    tile.u[own.part][own.step * Tile<T>::PITCH + 2 * i + own.pair] = split(piece[i], piece[i + 1]);
+  }
+}
+
+// What a lane needs of x to turn its states, in turns rather than radians: of each 8 inputs two.
+template <typename T>
+using Weights = Left<T>[INPUTS / 8];
+
+template <typename T>
+__device__ __forceinline__ void load_weights(Weights<T>& weights, const View<const T, 3>& x, int64_t channel,
+                                             int64_t state0, int64_t r0) {
+  const Lane own;
+  const T* word = &x(channel, state0 + own.row, r0 + 2 * own.part);
+  const int rows = int(min(x.size[1] - state0, int64_t(ROWS))) - own.row;
+  const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 2 * own.part;
+  UNROLL
+  for (int k = 0; k < INPUTS / 8; ++k, word += 8 * x.stride[2]) {
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const bool inside = i % 2 * 8 < rows && 8 * k + i / 2 < cols;
+      const Turns<T> turns = turns_of(inside ? word[i % 2 * 8 * x.stride[1] + i / 2 * x.stride[2]] : T(0));
+      Part<T> parts[PARTS<T>];
+      split(turns.rounded, parts);
+      weights[k][0][i] = parts[0];
+      if constexpr (PARTS<T> == 2) weights[k][1][i] = to_tf32(__uint_as_float(parts[1]) + turns.rest);
     }
   }
 }
 
-// The sum over all states of what they put into tiles.sums, for step lane / QUARTERS; all its threads get it.
+// How far each step of a tile turns the states of a lane: turns[k / 2][2 i + k % 2] for step k of state i.
 template <typename T>
-__device__ __forceinline__ T sum_of_states(const Tiles<T>& tiles) {
-  const int step = threadIdx.x / QUARTERS, quarter = threadIdx.x % QUARTERS;
-  __syncthreads();  // all states have put theirs in
-  T sum = 0;
-#pragma unroll 8
-  for (int i = quarter; i < LANES; i += QUARTERS) sum += tiles.sums[step][i];
-  for (int apart = 1; apart < QUARTERS; apart *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-  return sum;
+using Angles = T[EACH / 2][4];
+
+template <typename T>
+__device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& x, const Tile<T>& tile) {
+  const Lane own;
+  UNROLL
+  for (int k = 0; k < INPUTS / 8; ++k) {
+    UNROLL
+    for (int n = 0; n < EACH / 2; ++n) {
+      // Column `row` of the product belongs to the lane of part row / 2.
+      const int step = 2 * n + own.row % 2;
+      multiply<T>(turns[n], x[k], tile.u[own.row / 2][step * Tile<T>::PITCH + 4 * k + own.part]);
+    }
+  }
+}
+
+// Of the four lanes that share a state: the sum of those before this one, and of all.
+template <typename T>
+struct Sum {
+  T before, all;
+};
+template <typename T>
+__device__ __forceinline__ Sum<T> sum_of_parts(T value) {
+  const int part = Lane().part;
+  const T neighbour = __shfl_xor_sync(0xffffffffu, value, 1), pair = value + neighbour;
+  const T other = __shfl_xor_sync(0xffffffffu, pair, 2);
+  return {(part % 2 ? neighbour : T(0)) + (part / 2 ? other : T(0)), pair + other};
+}
+template <typename T>
+__device__ __forceinline__ Sum<Complex<T>> sum_of_parts(Complex<T> value) {
+  const Sum<T> re = sum_of_parts(value.re), im = sum_of_parts(value.im);
+  return {{re.before, im.before}, {re.all, im.all}};
+}
+
+// Of state i: unit vectors e to where it points at each step of this lane, and on to `phase` at the end of the tile.
+// A step turns it by its own angle and by the bias.
+template <typename T>
+__device__ __forceinline__ void turn(Complex<T> (&e)[EACH], Phase<T>& phase, const Angles<T>& turns, int i,
+                                     Phase<T> bias) {
+  Phase<T> turned[EACH], sum = 0;
+  UNROLL
+  for (int k = 0; k < EACH; ++k) turned[k] = sum += phase_of_turns(turns[k / 2][2 * i + k % 2]) + bias;
+  const Sum<Phase<T>> parts = sum_of_parts(sum);
+  UNROLL
+  for (int k = 0; k < EACH; ++k) {
+    const T nan = turns[k / 2][2 * i + k % 2] * T(0);  // 0, or NaN where an angle is no number
+    e[k] = unit<T>(phase + parts.before + turned[k], nan);
+  }
+  phase += parts.all;
+}
+
+// The sum over the states of a warp of values[k]: for step EACH part + row, in its lane.
+template <typename T>
+__device__ __forceinline__ T sum_of_states(T (&values)[EACH]) {
+  UNROLL
+  for (int half = EACH / 2, apart = 16; half > 0; half /= 2, apart /= 2) {
+    const bool upper = threadIdx.x & apart;
+    UNROLL
+    for (int k = 0; k < half; ++k) {
+      const T keep = upper ? values[k + half] : values[k], give = upper ? values[k] : values[k + half];
+      values[k] = keep + __shfl_xor_sync(0xffffffffu, give, apart);
+    }
+  }
+  return values[0];
+}
+
+// EACH values of this lane's part of a tile.
+template <typename T>
+__device__ __forceinline__ void load_part(T (&values)[EACH], const T* tile) {
+  UNROLL
+  for (int k = 0; k < EACH; k += WIDE<T>) {
+    const auto group = load_vector<WIDE<T>>(tile + EACH * Lane().part + k);
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) values[k + i] = group[i];
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// grid (B d), block (LANES)
+// grid (B d), block (32 WARPS)
 template <typename T>
-__global__ void __launch_bounds__(LANES, BLOCKS)
+struct ForwardTiles {
+  Tile<T> tile[2];  // while one is worked with, the next one is filled
+  alignas(16) T v[2][STEPS];
+  T sums[2][WARPS][STEPS];
+};
+
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     adaptive_unitary(View<const T, 3> u,               // [batch, channels, seq]
                      View<const T, 3> dt,              // [batch, channels, seq]
                      View<const T, 3> x,               // [channels, states, channels]
@@ -138,252 +289,109 @@ __global__ void __launch_bounds__(LANES, BLOCKS)
                      View<T, 3> y,                     // [batch, channels, seq]
                      View<T, 3> w,                     // [batch, channels, seq], y before silu(z), for the backward
                      View<Complex<T>, 3> last,         // [batch, channels, states]
-                     View<Complex<T>, 4> ends,         // [slabs, batch, channels, states]: s at the ends, or empty
-                     View<T, 3> phases,                // [batch, channels, states]: bits of the last phase
-                     int64_t slab) {
-  __shared__ Tiles<T> tiles;
-  const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1];
+                     View<Complex<T>, 4> sums,         // [tiles + 1, batch, channels, states]: before each, or empty
+                     View<T, 4> phases) {              // likewise, their bits
+  __shared__ ForwardTiles<T> shared;
+  const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1], tiles = ceil_div(seq, STEPS);
   const int64_t batch = blockIdx.x / channels, channel = blockIdx.x % channels;
-  const int lane = threadIdx.x, step = lane / QUARTERS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Lane own;
 
-  for (int64_t state0 = 0; state0 == 0 || state0 < states; state0 += LANES) {
-    const int64_t j = state0 + lane;
-    const bool own = j < states;
-    const Complex<T> b = polar(B, j), c = polar(C, j);
-    const T bias = own ? x_bias(channel, j) : T(0);
-    Complex<T> sum = own && state.size[0] ? state(batch, channel, j) : Complex<T>(0);
-    Phase<T> phase = 0;
-    for (int64_t t0 = 0; t0 < seq; t0 += STEPS) {
-      // Four threads know of a step: its u, and in the end its result.
-      const int64_t t = t0 + step;
-      const bool inside = t < seq, writer = inside && lane % QUARTERS == 0;
-      const T gate = inside ? silu(u(batch, channel, t)) : T(0);
-      T angles[STEPS];
-      find_angles(angles, tiles, u, x, bias, batch, channel, state0, t0, t0 == 0);
-      if (lane % QUARTERS == 0) tiles.v[step] = inside ? dt(batch, channel, t) * gate : T(0);
-      __syncthreads();  // v is there; nobody reads the sums of the tile before any more
-      UNROLL
-      for (int s = 0; s < STEPS; ++s) {
-        if (t0 + s < seq) phase += phase_of(angles[s]);
-        const Complex<T> e = unit<T>(phase);
-        sum = sum + b * conj(e) * (tiles.v[s] + (angles[s] - angles[s]));  // NaN, where a phase cannot be one
-        tiles.sums[s][lane] = (c * (e * sum)).re;
-      }
-      if (own && ends.size[0] && ((t0 + STEPS) % slab == 0 || t0 + STEPS >= seq))
-        ends(t0 / slab, batch, channel, j) = sum;
-      T total = sum_of_states(tiles);
-      if (writer) {
-        total += state0 ? w(batch, channel, t) : D(channel) * gate;
-        w(batch, channel, t) = total;
-        y(batch, channel, t) = total * silu(z(batch, channel, t));
-      }
+  for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
+    const int64_t state0 = block0 + warp * ROWS;
+    Weights<T> weights;
+    load_weights(weights, x, channel, state0, 0);
+    Complex<T> sum[2] = {0, 0}, from_sum[2] = {0, 0}, from_start[2] = {0, 0};  // y takes C B s + C h[0]
+    Phase<T> phase[2] = {0, 0}, bias[2];
+    UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int64_t j = state0 + own.row + 8 * i;
+      const Complex<T> c = polar(C, j);
+      from_sum[i] = c * polar(B, j);
+      if (j < states && state.size[0]) from_start[i] = c * state(batch, channel, j);
+      const T angle = j < states ? x_bias(channel, j) : T(0);
+      bias[i] = phase_of(angle), sum[i].re = angle * T(0);  // 0, or NaN where an angle is no number
     }
-    if (own) {
-      last(batch, channel, j) = unit<T>(phase) * sum;
-      reinterpret_cast<Phase<T>&>(phases(batch, channel, j)) = phase;
-    }
-  }
-}
 
-// Where a block adds up, slab after slab, what others will add to theirs: the first time there is nothing to add to.
-template <typename T>
-__device__ __forceinline__ void add(T& place, T value, bool fresh) {
-  place = fresh ? value : place + value;
-}
+    // The steps of one warp's lanes: what goes into them, and what comes out when all warps have summed.
+    const auto find_v = [&](int64_t t0) {
+      const int64_t t = t0 + lane;
+      return t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
+    };
+    const auto finish = [&](int64_t t0) {
+      const int64_t t = t0 + lane;
+      if (t >= seq) return;
+      T total = block0 ? w(batch, channel, t) : D(channel) * silu(u(batch, channel, t));
+      for (int i = 0; i < WARPS; ++i) total += shared.sums[t0 / STEPS % 2][i][lane];
+      w(batch, channel, t) = total;
+      y(batch, channel, t) = total * silu(z(batch, channel, t));
+    };
+    // The states before a tile, for the backward.
+    const auto keep = [&](int64_t tile) {
+      const int64_t j = state0 + own.row + 8 * own.part;
+      if (sums.size[0] == 0 || own.part >= 2 || j >= states) return;
+      sums(tile, batch, channel, j) = own.part ? sum[1] : sum[0];
+      reinterpret_cast<Phase<T>&>(phases(tile, batch, channel, j)) = own.part ? phase[1] : phase[0];
+    };
 
-// One slab of time, from t_end - 1 down to t_begin, of the batches from batch0 on; `fresh`: the first one of a place.
-// grid (group d), block (LANES)
-template <typename T>
-__global__ void __launch_bounds__(LANES, BLOCKS)
-    adaptive_unitary_backward(View<const T, 3> dy,              // [batch, channels, seq]
-                              View<const Complex<T>, 3> dlast,  // [batch, channels, states]
-                              View<const T, 3> u,               // [batch, channels, seq]
-                              View<const T, 3> dt,              // [batch, channels, seq]
-                              View<const T, 3> x,               // [channels, states, channels]
-                              View<const T, 2> x_bias,          // [channels, states]
-                              View<const Complex<T>, 1> B,      // [states]
-                              View<const Complex<T>, 1> C,      // [states]
-                              View<const T, 1> D,               // [channels]
-                              View<const T, 3> z,               // [batch, channels, seq]
-                              View<const T, 3> w,               // [batch, channels, seq]
-                              View<const Complex<T>, 4> ends,   // [slabs, batch, channels, states]
-                              View<const T, 3> phases,          // [batch, channels, states], at the end of this slab
-                              View<T, 3> earlier,               // [batch, channels, states], at its beginning
-                              View<T, 3> du,                    // [batch, channels, seq], without the part by theta
-                              View<T, 3> ddt,                   // [batch, channels, seq]
-                              View<T, 3> dz,                    // [batch, channels, seq]
-                              View<Complex<T>, 3> dstate,       // [batch, channels, states], m until all is done
-                              View<T, 3> dtheta,                // [group, slab, channels states]
-                              View<T, 3> dbias,                 // [group, channels, states]
-                              View<Complex<T>, 3> dB,           // [group, channels, states], of the polar B
-                              View<Complex<T>, 3> dC,           // [group, channels, states], of the polar C
-                              View<T, 2> dD,                    // [group, channels]
-                              int64_t batch0, int64_t t_begin, int64_t t_end, bool fresh) {
-  __shared__ Tiles<T> tiles;
-  const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1];
-  const int64_t place = blockIdx.x / channels, batch = batch0 + place, channel = blockIdx.x % channels;
-  const int lane = threadIdx.x, step = lane / QUARTERS;
-  const bool writes = lane % QUARTERS == 0;
-
-  T gates = 0;  // of the steps that this thread writes: its part of dD
-  for (int64_t state0 = 0; state0 == 0 || state0 < states; state0 += LANES) {
-    const int64_t j = state0 + lane, last_tile = (t_end - t_begin - 1) / STEPS * STEPS + t_begin;
-    const bool own = j < states;
-    const Complex<T> b = polar(B, j), c = polar(C, j);
-    const T bias = own ? x_bias(channel, j) : T(0);
-    Phase<T> phase = 0;
-    Complex<T> sum = 0, m = 0, db = 0, dc = 0;
-    T of_bias = 0;
-    if (own) {
-      phase = reinterpret_cast<const Phase<T>&>(phases(batch, channel, j));
-      sum = ends(t_begin / dtheta.size[1], batch, channel, j);
-      m = t_end == seq ? conj(unit<T>(phase)) * dlast(batch, channel, j) : dstate(batch, channel, j);
-    }
-    for (int64_t t0 = last_tile; t0 >= t_begin; t0 -= STEPS) {
-      const int64_t t = t0 + step;
-      const bool inside = t < t_end;
-      const T input = inside ? u(batch, channel, t) : T(0), rate = inside ? dt(batch, channel, t) : T(0);
-      const T gate = silu(input), grad = inside ? dy(batch, channel, t) : T(0);
-      const T out = inside ? z(batch, channel, t) : T(0), grad_w = grad * silu(out);
-      T angles[STEPS];
-      find_angles(angles, tiles, u, x, bias, batch, channel, state0, t0, t0 == last_tile);
-      if (writes) tiles.v[step] = rate * gate, tiles.g[step] = grad_w;
-      __syncthreads();  // v and g are there; nobody reads the sums of the tile before any more
-      UNROLL
-      for (int s = STEPS - 1; s >= 0; --s) {
-        const Complex<T> e = unit<T>(phase);
-        m = m + conj(c * e) * tiles.g[s];
-        const Complex<T> lambda = e * m;
-        db = db + lambda * tiles.v[s];
-        dc = dc + conj(e * sum) * tiles.g[s];
-        sum = sum - b * conj(e) * tiles.v[s];  // the s of the step before
-        const T angle = m.im * sum.re - m.re * sum.im;
-        tiles.sums[s][lane] = (conj(lambda) * b).re;
-        if (t0 + s < t_end) {
-          of_bias += angle;
-          phase -= phase_of(angles[s]);
-          if (own) dtheta(place, t0 + s - t_begin, channel * states + j) = angle;
+    T piece[EACH];
+    fetch(piece, u, batch, 0, 0);
+    fill(shared.tile[0], piece);
+    if (warp == 0) shared.v[0][lane] = find_v(0);
+    int now = 0;  // which of the two tiles
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t t0 = tile * STEPS;
+      keep(tile);
+      Angles<T> turns = {};
+      for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
+        __syncthreads();  // this tile is there, v too, and the sums of the one before; nobody needs its u any more
+        const bool more = r0 + INPUTS < channels;
+        fetch(piece, u, batch, more ? t0 : t0 + STEPS, more ? r0 + INPUTS : 0);
+        const T v_next = warp == 0 && !more ? find_v(t0 + STEPS) : T(0);
+        if (warp == WARPS - 1 && r0 == 0 && tile > 0) finish(t0 - STEPS);
+        if (channels > INPUTS) load_weights(weights, x, channel, state0, r0);
+        add_product(turns, weights, shared.tile[now]);
+        now = 1 - now;
+        if (more) {
+          fill(shared.tile[now], piece);
+          continue;
         }
-      }
-      T dv = sum_of_states(tiles);
-      if (inside && writes) {
-        if (state0) dv += ddt(batch, channel, t);
-        if (state0 + LANES < states) {
-          ddt(batch, channel, t) = dv;  // until all states have been here
-        } else {
-          ddt(batch, channel, t) = dv * gate;
-          du(batch, channel, t) = (dv * rate + grad_w * D(channel)) * silu_derivative(input);
-          dz(batch, channel, t) = grad * w(batch, channel, t) * silu_derivative(out);
-          gates += grad_w * gate;
+        T v[EACH], read[EACH] = {};
+        load_part(v, shared.v[tile % 2]);
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+          Complex<T> e[EACH], taken = 0;
+          turn(e, phase[i], turns, i, bias[i]);
+          UNROLL
+          for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k];
+          const Sum<Complex<T>> parts = sum_of_parts(taken);
+          Complex<T> s = sum[i] + parts.before;
+          UNROLL
+          for (int k = 0; k < EACH; ++k) {
+            s = s + conj(e[k]) * v[k];
+            const Complex<T> of_h = multiply_add(from_sum[i], s, from_start[i]);
+            read[k] += e[k].re * of_h.re, read[k] -= e[k].im * of_h.im;
+          }
+          sum[i] = sum[i] + parts.all;
         }
+        shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(read);
+        fill(shared.tile[now], piece);
+        if (warp == 0) shared.v[1 - tile % 2][lane] = v_next;
       }
     }
-    if (own) {
-      reinterpret_cast<Phase<T>&>(earlier(batch, channel, j)) = phase;
-      dstate(batch, channel, j) = m;
-      add(dbias(place, channel, j), of_bias, fresh);
-      add(dB(place, channel, j), db, fresh);
-      add(dC(place, channel, j), dc, fresh);
-    }
-  }
-  __syncthreads();  // the sums have been read
-  if (writes) tiles.sums[step][0] = gates;
-  __syncthreads();  // and are now those of dD
-  if (lane == 0) {
-    T total = 0;
-    for (int s = 0; s < STEPS; ++s) total += tiles.sums[s][0];
-    add(dD(place, channel), total, fresh);
-  }
-}
+    __syncthreads();  // the last sums are there
+    if (warp == WARPS - 1 && tiles > 0) finish((tiles - 1) * STEPS);
 
-// du += x^T dtheta: a warp takes every WARPS-th of the channels and states, a lane one input, for STEPS steps at once.
-// grid (group ceil(steps / STEPS) ceil(d / INPUTS)), block (INPUTS, WARPS)
-template <typename T>
-constexpr int WARPS = 32 / int(sizeof(T));  // as many as shared memory has room for
-template <typename T>
-__global__ void __launch_bounds__(INPUTS* WARPS<T>)
-    input_gradient(View<const T, 3> dtheta,  // [group, slab, channels states]
-                   View<const T, 3> x,       // [channels, states, inputs]
-                   View<T, 3> du,            // [batch, inputs, seq]
-                   int64_t batch0, int64_t t_begin, int64_t t_end) {
-  constexpr int TILE = 16 * WARPS<T>;  // of the channels and states
-  alignas(16) __shared__ T tile[TILE][STEPS];
-  __shared__ T sums[WARPS<T>][STEPS][INPUTS + 1];
-  const int64_t states = x.size[1], inputs = x.size[2], all = x.size[0] * states;
-  const int64_t across = ceil_div(inputs, INPUTS), down = ceil_div(t_end - t_begin, STEPS);
-  const int64_t place = blockIdx.x / (across * down), t0 = blockIdx.x / across % down * STEPS;
-  const int64_t r = blockIdx.x % across * INPUTS + threadIdx.x;
-  const int lane = threadIdx.x, warp = threadIdx.y, thread = warp * INPUTS + lane;
-
-  T sum[STEPS] = {};
-  int64_t channel = 0, state = warp;  // of the next row of x
-  for (int64_t k0 = 0; k0 < all; k0 += TILE) {
-    __syncthreads();  // everyone is done with the tile before
-    for (int e = thread; e < TILE * STEPS; e += INPUTS * WARPS<T>) {
-      const int k = e % TILE, s = e / TILE;
-      tile[k][s] = k0 + k < all && t_begin + t0 + s < t_end ? dtheta(place, t0 + s, k0 + k) : T(0);
+    // Past the end nothing has been taken up, but the biases have turned the states on. Whole numbers go back exactly.
+    UNROLL
+    for (int i = 0; i < 2; ++i) phase[i] -= bias[i] * Phase<T>(tiles * STEPS - seq);
+    keep(tiles);
+    const int64_t j = state0 + own.row + 8 * own.part;
+    if (own.part < 2 && j < states) {
+      const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
+      const Complex<T> s = own.part ? sum[1] : sum[0];
+      last(batch, channel, j) = unit<T>(own.part ? phase[1] : phase[0]) * multiply_add(polar(B, j), s, start);
     }
-    __syncthreads();  // the tile is there
-    for (int k = warp; k < TILE; k += WARPS<T>, state += WARPS<T>) {
-      while (state >= states) state -= states, ++channel;  // rather than a division of 64 bits
-      const T weight = k0 + k < all && r < inputs ? x(channel, state, r) : T(0);
-      UNROLL
-      for (int s = 0; s < STEPS; s += WIDE<T>) {
-        const auto group = load_vector<WIDE<T>>(&tile[k][s]);
-        UNROLL
-        for (int i = 0; i < WIDE<T>; ++i) sum[s + i] += weight * group[i];
-      }
-    }
-  }
-  UNROLL
-  for (int s = 0; s < STEPS; ++s) sums[warp][s][lane] = sum[s];
-  __syncthreads();  // all warps' sums are there
-  for (int e = thread; e < INPUTS * STEPS; e += INPUTS * WARPS<T>) {
-    const int s = e % STEPS, input = e / STEPS;
-    const int64_t row = r - lane + input, t = t_begin + t0 + s;
-    if (row >= inputs || t >= t_end) continue;
-    T total = 0;
-    for (int i = 0; i < WARPS<T>; ++i) total += sums[i][s][input];
-    du(batch0 + place, row, t) += total;
-  }
-}
-
-// dx of one place += dtheta u^T: a thread takes one channel and state, for INPUTS inputs at once.
-// grid (group ceil(channels states / THREADS) ceil(inputs / INPUTS)), block (THREADS)
-constexpr int THREADS = 128;
-constexpr int ROWS = 32;  // steps of u in shared memory at a time
-template <typename T>
-__global__ void __launch_bounds__(THREADS) weight_gradient(View<const T, 3> dtheta,  // [group, slab, channels states]
-                                                           View<const T, 3> u,       // [batch, inputs, seq]
-                                                           View<T, 3> dx,            // [group, inputs, channels states]
-                                                           int64_t batch0, int64_t t_begin, int64_t t_end, bool fresh) {
-  alignas(16) __shared__ T tile[ROWS][INPUTS];
-  const int64_t all = dx.size[2], inputs = dx.size[1];
-  const int64_t across = ceil_div(inputs, INPUTS), down = ceil_div(all, THREADS);
-  const int64_t place = blockIdx.x / (across * down), k = blockIdx.x / across % down * THREADS + threadIdx.x;
-  const int64_t r0 = blockIdx.x % across * INPUTS;
-
-  T sum[INPUTS] = {};
-  for (int64_t t0 = t_begin; t0 < t_end; t0 += ROWS) {
-    __syncthreads();  // everyone is done with the tile before
-    for (int e = threadIdx.x; e < ROWS * INPUTS; e += THREADS) {
-      const int s = e % ROWS, r = e / ROWS;
-      tile[s][r] = t0 + s < t_end && r0 + r < inputs ? u(batch0 + place, r0 + r, t0 + s) : T(0);
-    }
-    __syncthreads();  // the tile is there
-    for (int s = 0; s < ROWS && t0 + s < t_end; ++s) {
-      const T angle = k < all ? dtheta(place, t0 + s - t_begin, k) : T(0);
-      UNROLL
-      for (int r = 0; r < INPUTS; r += WIDE<T>) {
-        const auto group = load_vector<WIDE<T>>(&tile[s][r]);
-        UNROLL
-        for (int i = 0; i < WIDE<T>; ++i) sum[r + i] += angle * group[i];
-      }
-    }
-  }
-  UNROLL
-  for (int r = 0; r < INPUTS; ++r) {
-    if (k < all && r0 + r < inputs) add(dx(place, r0 + r, k), sum[r], fresh);
   }
 }
 
@@ -399,42 +407,12 @@ void dispatch_wide(DType dtype, Body&& body) {
 }
 
 void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Input<1> B, Input<1> C, Input<1> D,
-                      Input<3> z, Input<3> state, Output<3> y, Output<3> w, Output<3> last, Output<4> ends,
-                      Output<3> phases, int64_t slab, Stream stream) {
+                      Input<3> z, Input<3> state, Output<3> y, Output<3> w, Output<3> last, Output<4> sums,
+                      Output<4> phases, Stream stream) {
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(LANES), 0, stream, u.as<T>(), dt.as<T>(), x.as<T>(),
+    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), 0, stream, u.as<T>(), dt.as<T>(), x.as<T>(),
                                 x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), y.as<T>(),
-                                w.as<T>(), last.as<C2>(), ends.as<C2>(), phases.as<T>(), slab);
-  });
-}
-
-void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias,
-                               Input<1> B, Input<1> C, Input<1> D, Input<3> z, Input<3> w, Input<4> ends,
-                               Input<3> phases, Output<3> du, Output<3> ddt, Output<3> dz, Output<3> dstate,
-                               Output<3> earlier, Output<3> dtheta, Output<3> dbias, Output<3> dB, Output<3> dC,
-                               Output<2> dD, Output<3> dx, Stream stream) {
-  const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2];
-  const int64_t group = dtheta.size[0], slab = dtheta.size[1], all = dtheta.size[2];
-  dispatch_wide(u.dtype, [&]<typename T>() {
-    using C2 = Complex<T>;
-    const auto between = read_only(earlier.as<T>()), angles = read_only(dtheta.as<T>());
-    for (int64_t batch0 = 0; batch0 < batches; batch0 += group) {
-      const int64_t places = batches - batch0 < group ? batches - batch0 : group;
-      for (int64_t t_begin = (seq - 1) / slab * slab; t_begin >= 0; t_begin -= slab) {
-        const int64_t t_end = t_begin + slab < seq ? t_begin + slab : seq;
-        const bool last = t_end == seq, fresh = batch0 == 0 && last;
-        launch<adaptive_unitary_backward<T>>(
-            {places * channels}, dim3(LANES), 0, stream, dy.as<T>(), dlast.as<C2>(), u.as<T>(), dt.as<T>(), x.as<T>(),
-            x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), w.as<T>(), ends.as<C2>(),
-            last ? phases.as<T>() : between, earlier.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(), dstate.as<C2>(),
-            dtheta.as<T>(), dbias.as<T>(), dB.as<C2>(), dC.as<C2>(), dD.as<T>(), batch0, t_begin, t_end, fresh);
-        launch<input_gradient<T>>({places * ceil_div(t_end - t_begin, STEPS) * ceil_div(channels, INPUTS)},
-                                  dim3(INPUTS, WARPS<T>), 0, stream, angles, x.as<T>(), du.as<T>(), batch0, t_begin,
-                                  t_end);
-        launch<weight_gradient<T>>({places * ceil_div(all, THREADS) * ceil_div(channels, INPUTS)}, dim3(THREADS), 0,
-                                   stream, angles, u.as<T>(), dx.as<T>(), batch0, t_begin, t_end, fresh);
-      }
-    }
+                                w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
   });
 }

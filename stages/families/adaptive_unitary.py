@@ -60,6 +60,7 @@ DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 INCUMBENT = "the formula in torch, cumulative sums of all states"
 
+TILE = 32  # steps of the kernel's tiles
 SLAB = 128  # steps between two states that the forward keeps, and of the backward's walk at a time
 SCRATCH = 1 << 22  # numbers of dtheta at a time, if one batch has no more: 16 MB in float32, which a GPU's L2 holds
 
@@ -75,15 +76,14 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
         results = fake(u, dt, x, x_bias, B, C, D, z, state, save)
         initial = operator.empty((0, 0, 0), like=B) if state is None else state
-        kernels.launch("adaptive_unitary", u.device, u, dt, x, x_bias, B, C, D, z, initial, *results, SLAB)
+        kernels.launch("adaptive_unitary", u.device, u, dt, x, x_bias, B, C, D, z, initial, *results)
         return results
 
     def fake(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *x_bias.shape)
-        slabs = -(-u.shape[2] // SLAB) if save else 0
         y, w = (operator.empty(u.shape, like=u) for _ in range(2))
-        last, ends = operator.empty(of_states, like=B), operator.empty((slabs, *of_states), like=B)
-        return y, w, last, ends, operator.empty(of_states, like=u)
+        kept = (-(-u.shape[2] // TILE) + 1 if save else 0, *of_states)
+        return y, w, operator.empty(of_states, like=B), operator.empty(kept, like=B), operator.empty(kept, like=u)
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         *tensors, state, _ = inputs
