@@ -42,6 +42,8 @@ constexpr int INPUTS = 32;             // rows of u, and columns of x, at a time
 constexpr int BLOCKS = 4;              // a multiprocessor
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
+template <typename T>
+constexpr T TURN = T(6.28318530717958647692);  // in radians
 
 // ---------------------------------------------------------------------------------------------------------------------
 template <typename T>
@@ -84,7 +86,7 @@ using Part = std::conditional_t<sizeof(T) == 4, uint32_t, double>;
 template <typename T>
 using Left = Part<T>[PARTS<T>][4];  // what a lane holds of the left matrix
 template <typename T>
-using Right = Vector<Part<T>, 2 * PARTS<T>>;  // and of the right one: part i of value n is element 2 i + n
+using Right = Part<T>[PARTS<T>][2];  // and of the right one
 
 // mma ignores 13 bits: they are rounded away from the first part. What is not finite makes the second one NaN.
 template <typename T>
@@ -96,26 +98,44 @@ __device__ __forceinline__ void split(T value, Part<T> (&parts)[PARTS<T>]) {
     parts[1] = __float_as_uint(value - __uint_as_float(parts[0]));
   }
 }
+// Of an angle in radians, in turns.
 template <typename T>
-__device__ __forceinline__ Right<T> split(T first, T second) {
-  Part<T> parts[2][PARTS<T>];
-  split(first, parts[0]), split(second, parts[1]);
-  Right<T> right;
-  UNROLL
-  for (int i = 0; i < 2 * PARTS<T>; ++i) right[i] = parts[i % 2][i / 2];
-  return right;
+__device__ __forceinline__ void split_turns(T angle, Part<T> (&parts)[PARTS<T>]) {
+  const Turns<T> turns = turns_of(angle);
+  split(turns.rounded, parts);
+  if constexpr (sizeof(T) == 4) parts[1] = to_tf32(__uint_as_float(parts[1]) + turns.rest);
 }
 
 // d += a b, as mma. Of floats all but the product of the two small parts, which is nothing beside the rounding.
 template <typename T>
 __device__ __forceinline__ void multiply(T (&d)[4], const Left<T>& a, const Right<T>& b) {
   if constexpr (sizeof(T) == 8) {
-    mma(d, a[0], b.value);
+    mma(d, a[0], b[0]);
   } else {
-    const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
-    mma<Tf32>(d, a[1], high);
-    mma<Tf32>(d, a[0], low);
-    mma<Tf32>(d, a[0], high);
+    mma<Tf32>(d, a[1], b[0]);
+    mma<Tf32>(d, a[0], b[1]);
+    mma<Tf32>(d, a[0], b[0]);
+  }
+}
+
+// COUNT neighbours in shared memory, by as few loads as there can be.
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_row(T (&values)[COUNT], const T* from) {
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE<T>) {
+    const auto group = load_vector<WIDE<T>>(from + k);
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) values[k + i] = group[i];
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void store_row(T* to, const T (&values)[COUNT]) {
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE<T>) {
+    Vector<T, WIDE<T>> group;
+    UNROLL
+    for (int i = 0; i < WIDE<T>; ++i) group[i] = values[k + i];
+    store_vector(to + k, group);
   }
 }
 
@@ -125,64 +145,84 @@ struct Lane {
   int row = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
 };
 
-// INPUTS rows of STEPS steps of u. Read by pairs of rows along a row of the tile, and filled, too: four pairs and two
-// neighbouring steps are all the banks, as the steps lie half of them apart. What lanes of other parts read lies
-// another quarter apart.
-template <typename T>
+// INPUTS columns of numbers in their parts. Lanes read four neighbours at once; eight lanes read those of two rows, all
+// of the row's half or a quarter of it, which with this PITCH are all the banks, and with this SKEW between the rows of
+// two lanes' parts, too.
+constexpr int PITCH = INPUTS + 16, SKEW = 8;
+template <typename T, int ROWS_OF_PART>
 struct Tile {
-  static constexpr int PITCH = INPUTS / 2 + 4, SKEW = 2;
-  Right<T> u[STEPS / EACH][EACH * PITCH + SKEW];
-};
+  alignas(16) Part<T> part[PARTS<T>][4][ROWS_OF_PART * PITCH + SKEW];
 
-// A thread fills one step of a tile with EACH of its rows, two at a time.
+  __device__ __forceinline__ void load(Part<T> (&values)[PARTS<T>][4], int row, int col) const {
+    UNROLL
+    for (int i = 0; i < PARTS<T>; ++i)
+      load_row(values[i], &part[i][row / ROWS_OF_PART][row % ROWS_OF_PART * PITCH + col]);
+  }
+  __device__ __forceinline__ void store(const Part<T> (&values)[PARTS<T>][4], int row, int col) {
+    UNROLL
+    for (int i = 0; i < PARTS<T>; ++i)
+      store_row(&part[i][row / ROWS_OF_PART][row % ROWS_OF_PART * PITCH + col], values[i]);
+  }
+};
+template <typename T>
+using Steps = Tile<T, EACH>;  // INPUTS rows of u, a row of the tile for each step
+
+// A thread fills one step of a tile with EACH of its inputs, four at a time.
 struct Filler {
-  int part = threadIdx.x / 32, step = threadIdx.x % 32 / 8 * 2 + threadIdx.x % 2, pair = threadIdx.x % 8 / 2;
+  int step = threadIdx.x / 8 * 2 + threadIdx.x % 2, col = threadIdx.x % 8 / 2 * 4;
 };
 
 // What this thread will fill in, of the tile that begins at step t0 and row r0; 0 past an edge.
 template <typename T>
-__device__ __forceinline__ void fetch(T (&piece)[EACH], const View<const T, 3>& u, int64_t batch, int64_t t0,
+__device__ __forceinline__ void fetch(T (&piece)[2][4], const View<const T, 3>& u, int64_t batch, int64_t t0,
                                       int64_t r0) {
   const Filler own;
-  const int64_t t = t0 + EACH * own.part + own.step;
-  const int rows = t < u.size[2] ? int(min(u.size[1] - r0, int64_t(INPUTS))) - 2 * own.pair : 0;
-  const T* word = &u(batch, r0 + 2 * own.pair, t);
+  const int64_t t = t0 + own.step;
+  const int rows = t0 >= 0 && t < u.size[2] ? int(min(u.size[1] - r0, int64_t(INPUTS))) - own.col : 0;
+  const T* word = &u(batch, r0 + own.col, t);
   UNROLL
-  for (int i = 0; i < EACH; i += 2, word += 8 * u.stride[1]) {
-    piece[i] = 4 * i < rows ? word[0] : T(0);
-    piece[i + 1] = 4 * i + 1 < rows ? word[u.stride[1]] : T(0);
+  for (int m = 0; m < 2; ++m, word += 12 * u.stride[1]) {
+    UNROLL
+    for (int i = 0; i < 4; ++i, word += u.stride[1]) piece[m][i] = 16 * m + i < rows ? *word : T(0);
   }
 }
 template <typename T>
-__device__ __forceinline__ void fill(Tile<T>& tile, const T (&piece)[EACH]) {
+__device__ __forceinline__ void fill(Steps<T>& tile, const T (&piece)[2][4]) {
   const Filler own;
   UNROLL
-  for (int i = 0; i < EACH; i += 2) {
-    tile.u[own.part][own.step * Tile<T>::PITCH + 2 * i + own.pair] = split(piece[i], piece[i + 1]);
+  for (int m = 0; m < 2; ++m) {
+    Part<T> values[PARTS<T>][4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      Part<T> parts[PARTS<T>];
+      split(piece[m][i], parts);
+      for (int n = 0; n < PARTS<T>; ++n) values[n][i] = parts[n];
+    }
+    tile.store(values, own.step, own.col + 16 * m);
   }
 }
 
-// What a lane needs of x to turn its states, in turns rather than radians: of each 8 inputs two.
+// What the lanes of a warp need of x to turn their states, in turns rather than radians. Each reads what it wrote.
 template <typename T>
-using Weights = Left<T>[INPUTS / 8];
+struct Weights {
+  alignas(16) Part<T> of_lane[INPUTS / 8][PARTS<T>][32][4];
+};
 
 template <typename T>
 __device__ __forceinline__ void load_weights(Weights<T>& weights, const View<const T, 3>& x, int64_t channel,
                                              int64_t state0, int64_t r0) {
   const Lane own;
-  const T* word = &x(channel, state0 + own.row, r0 + 2 * own.part);
+  const T* word = &x(channel, state0 + own.row, r0 + 4 * own.part);
   const int rows = int(min(x.size[1] - state0, int64_t(ROWS))) - own.row;
-  const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 2 * own.part;
-  UNROLL
-  for (int k = 0; k < INPUTS / 8; ++k, word += 8 * x.stride[2]) {
+  const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 4 * own.part;
+#pragma unroll 1
+  for (int k = 0; k < INPUTS / 8; ++k) {
     UNROLL
     for (int i = 0; i < 4; ++i) {
-      const bool inside = i % 2 * 8 < rows && 8 * k + i / 2 < cols;
-      const Turns<T> turns = turns_of(inside ? word[i % 2 * 8 * x.stride[1] + i / 2 * x.stride[2]] : T(0));
+      const int row = i % 2 * 8, col = k / 2 * 16 + k % 2 * 2 + i / 2;
       Part<T> parts[PARTS<T>];
-      split(turns.rounded, parts);
-      weights[k][0][i] = parts[0];
-      if constexpr (PARTS<T> == 2) weights[k][1][i] = to_tf32(__uint_as_float(parts[1]) + turns.rest);
+      split_turns(row < rows && col < cols ? word[row * x.stride[1] + col * x.stride[2]] : T(0), parts);
+      for (int n = 0; n < PARTS<T>; ++n) weights.of_lane[k][n][threadIdx.x % 32][i] = parts[n];
     }
   }
 }
@@ -192,35 +232,49 @@ template <typename T>
 using Angles = T[EACH / 2][4];
 
 template <typename T>
-__device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& x, const Tile<T>& tile) {
+__device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& x, const Steps<T>& tile) {
   const Lane own;
   UNROLL
-  for (int k = 0; k < INPUTS / 8; ++k) {
+  for (int m = 0; m < INPUTS / 16; ++m) {
+    Left<T> left[2];
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      UNROLL
+      for (int i = 0; i < PARTS<T>; ++i) load_row(left[half][i], x.of_lane[2 * m + half][i][threadIdx.x % 32]);
+    }
     UNROLL
     for (int n = 0; n < EACH / 2; ++n) {
       // Column `row` of the product belongs to the lane of part row / 2.
-      const int step = 2 * n + own.row % 2;
-      multiply<T>(turns[n], x[k], tile.u[own.row / 2][step * Tile<T>::PITCH + 4 * k + own.part]);
+      Part<T> four[PARTS<T>][4];
+      tile.load(four, EACH * (own.row / 2) + 2 * n + own.row % 2, 16 * m + 4 * own.part);
+      UNROLL
+      for (int half = 0; half < 2; ++half) {
+        Right<T> right;
+        UNROLL
+        for (int i = 0; i < PARTS<T>; ++i) right[i][0] = four[i][2 * half], right[i][1] = four[i][2 * half + 1];
+        multiply<T>(turns[n], left[half], right);
+      }
     }
   }
 }
 
-// Of the four lanes that share a state: the sum of those before this one, and of all.
+// Of the four lanes that share a state: the sum of those before this one, of those after it, and of all.
 template <typename T>
 struct Sum {
-  T before, all;
+  T before, after, all;
 };
 template <typename T>
 __device__ __forceinline__ Sum<T> sum_of_parts(T value) {
   const int part = Lane().part;
   const T neighbour = __shfl_xor_sync(0xffffffffu, value, 1), pair = value + neighbour;
   const T other = __shfl_xor_sync(0xffffffffu, pair, 2);
-  return {(part % 2 ? neighbour : T(0)) + (part / 2 ? other : T(0)), pair + other};
+  return {(part % 2 ? neighbour : T(0)) + (part / 2 ? other : T(0)),
+          (part % 2 ? T(0) : neighbour) + (part / 2 ? T(0) : other), pair + other};
 }
 template <typename T>
 __device__ __forceinline__ Sum<Complex<T>> sum_of_parts(Complex<T> value) {
   const Sum<T> re = sum_of_parts(value.re), im = sum_of_parts(value.im);
-  return {{re.before, im.before}, {re.all, im.all}};
+  return {{re.before, im.before}, {re.after, im.after}, {re.all, im.all}};
 }
 
 // Of state i: unit vectors e to where it points at each step of this lane, and on to `phase` at the end of the tile.
@@ -255,22 +309,12 @@ __device__ __forceinline__ T sum_of_states(T (&values)[EACH]) {
   return values[0];
 }
 
-// EACH values of this lane's part of a tile.
-template <typename T>
-__device__ __forceinline__ void load_part(T (&values)[EACH], const T* tile) {
-  UNROLL
-  for (int k = 0; k < EACH; k += WIDE<T>) {
-    const auto group = load_vector<WIDE<T>>(tile + EACH * Lane().part + k);
-    UNROLL
-    for (int i = 0; i < WIDE<T>; ++i) values[k + i] = group[i];
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // grid (B d), block (32 WARPS)
 template <typename T>
 struct ForwardTiles {
-  Tile<T> tile[2];  // while one is worked with, the next one is filled
+  Steps<T> tile[2];  // while one is worked with, the next one is filled
+  Weights<T> weights[WARPS];
   alignas(16) T v[2][STEPS];
   T sums[2][WARPS][STEPS];
 };
@@ -299,8 +343,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
   for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
     const int64_t state0 = block0 + warp * ROWS;
-    Weights<T> weights;
-    load_weights(weights, x, channel, state0, 0);
+    load_weights(shared.weights[warp], x, channel, state0, 0);
     Complex<T> sum[2] = {0, 0}, from_sum[2] = {0, 0}, from_start[2] = {0, 0};  // y takes C B s + C h[0]
     Phase<T> phase[2] = {0, 0}, bias[2];
     UNROLL
@@ -334,7 +377,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       reinterpret_cast<Phase<T>&>(phases(tile, batch, channel, j)) = own.part ? phase[1] : phase[0];
     };
 
-    T piece[EACH];
+    T piece[2][4];
     fetch(piece, u, batch, 0, 0);
     fill(shared.tile[0], piece);
     if (warp == 0) shared.v[0][lane] = find_v(0);
@@ -349,15 +392,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         fetch(piece, u, batch, more ? t0 : t0 + STEPS, more ? r0 + INPUTS : 0);
         const T v_next = warp == 0 && !more ? find_v(t0 + STEPS) : T(0);
         if (warp == WARPS - 1 && r0 == 0 && tile > 0) finish(t0 - STEPS);
-        if (channels > INPUTS) load_weights(weights, x, channel, state0, r0);
-        add_product(turns, weights, shared.tile[now]);
+        if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);
+        add_product(turns, shared.weights[warp], shared.tile[now]);
         now = 1 - now;
         if (more) {
           fill(shared.tile[now], piece);
           continue;
         }
         T v[EACH], read[EACH] = {};
-        load_part(v, shared.v[tile % 2]);
+        load_row(v, &shared.v[tile % 2][EACH * own.part]);
         UNROLL
         for (int i = 0; i < 2; ++i) {
           Complex<T> e[EACH], taken = 0;
@@ -396,6 +439,499 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The way back. Beside s = h[0] + B p, with p the sum of v conj(E) up to a step, there is m, which a state's gradient is
+// seen from the turning frame: m = m[T] + conj(C) q, with q the sum of dy silu(z) conj(E) from a step on.
+
+// What a lane knows of one of its states as it walks: at first after its last step, in the end before its first one.
+template <typename T>
+struct Walker {
+  Complex<T> p;     // before the step
+  Complex<T> pull;  // conj(B) m
+  T lean;           // Im(m conj(h[0]))
+  Complex<T> bc, start;  // B C and C h[0], by which q adds to pull and lean
+
+  __device__ __forceinline__ void add(Complex<T> dq) {
+    pull = multiply_add(conj(bc), dq, pull);
+    lean += dq.im * start.re, lean -= dq.re * start.im;
+  }
+
+  // Back over one step. What it gives: dtheta = Im(m conj(s)), s that before the step.
+  __device__ __forceinline__ T step(Complex<T> e, T v, Complex<T> dq) {
+    p = p - conj(e) * v;
+    add(dq);
+    T angle = lean;
+    angle += pull.im * p.re, angle -= pull.re * p.im;
+    return angle;
+  }
+};
+
+// Where a block adds up, batch after batch, what others will add to theirs: the first time there is nothing to add to.
+template <typename T>
+__device__ __forceinline__ void add(T& place, T value, bool fresh) {
+  place = fresh ? value : place + value;
+}
+
+// sum += dtheta u^T of a tile: sum[n][i] of state row + 8 (i / 2) and input 8 part + 4 (i % 2) + n. Tensor cores cut off
+// what they cannot hold, so that a long sum of theirs gets ever too small: each tile's is added on its own.
+template <typename T>
+__device__ __forceinline__ void add_outer_product(T (&sum)[4][4], const Angles<T>& angles, const Steps<T>& tile) {
+  const Lane own;
+  T product[4][4] = {};
+  UNROLL
+  for (int k = 0; k < EACH / 2; ++k) {
+    Left<T> left;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      Part<T> parts[PARTS<T>];
+      split(angles[k][i % 2 * 2 + i / 2], parts);
+      for (int n = 0; n < PARTS<T>; ++n) left[n][i] = parts[n];
+    }
+    Part<T> four[2][PARTS<T>][4];
+    UNROLL
+    for (int i = 0; i < 2; ++i) tile.load(four[i], EACH * own.part + 2 * k + i, 4 * own.row);
+    UNROLL
+    for (int n = 0; n < 4; ++n) {
+      Right<T> right;
+      UNROLL
+      for (int i = 0; i < PARTS<T>; ++i) right[i][0] = four[0][i][n], right[i][1] = four[1][i][n];
+      multiply<T>(product[n], left, right);
+    }
+  }
+  UNROLL
+  for (int n = 0; n < 4; ++n) {
+    UNROLL
+    for (int i = 0; i < 4; ++i) sum[n][i] += product[n][i];
+  }
+}
+
+template <typename T>
+struct BackwardTiles {
+  Steps<T> tile[2];
+  Weights<T> weights[WARPS];
+  alignas(16) T v[2][STEPS], g[2][STEPS];
+  T sums[2][WARPS][STEPS];
+};
+
+// grid (places d), block (32 WARPS): each place takes every `places`-th batch.
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    adaptive_unitary_backward(View<const T, 3> dy,              // [batch, channels, seq]
+                              View<const Complex<T>, 3> dlast,  // [batch, channels, states]
+                              View<const T, 3> u,               // [batch, channels, seq]
+                              View<const T, 3> dt,              // [batch, channels, seq]
+                              View<const T, 3> x,               // [channels, states, channels]
+                              View<const T, 2> x_bias,          // [channels, states]
+                              View<const Complex<T>, 1> B,      // [states]
+                              View<const Complex<T>, 1> C,      // [states]
+                              View<const T, 1> D,               // [channels]
+                              View<const T, 3> z,               // [batch, channels, seq]
+                              View<const Complex<T>, 3> state,  // [batch, channels, states], or empty
+                              View<const T, 3> w,               // [batch, channels, seq]
+                              View<const Complex<T>, 4> sums,   // [tiles + 1, batch, channels, states]: p before each
+                              View<const T, 4> phases,          // likewise
+                              View<T, 3> du,                    // [batch, channels, seq], without the part by theta
+                              View<T, 3> ddt,                   // [batch, channels, seq]
+                              View<T, 3> dz,                    // [batch, channels, seq]
+                              View<Complex<T>, 3> dstate,       // [batch, channels, states]
+                              View<Complex<T>, 4> pulls,        // [tiles, batch, channels, states]: after each
+                              View<T, 4> leans,                 // likewise
+                              View<T, 4> dx,                    // [place, channels, states, channels]
+                              View<T, 3> dbias,                 // [place, channels, states]
+                              View<Complex<T>, 3> dB,           // [place, channels, states], of the polar B
+                              View<Complex<T>, 3> dC,           // [place, channels, states], of the polar C
+                              View<T, 2> dD) {                  // [place, channels]
+  __shared__ BackwardTiles<T> shared;
+  const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2], states = x.size[1];
+  const int64_t places = dx.size[0], tiles = ceil_div(seq, STEPS);
+  const int64_t place = blockIdx.x / channels, channel = blockIdx.x % channels;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool many = channels > INPUTS;
+  const Lane own;
+
+  for (int64_t batch = place; batch < batches; batch += places) {
+    const bool fresh = batch == place;
+    T gates = 0;  // of the step that a lane of the last warp finishes: its part of dD
+    for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
+      const int64_t state0 = block0 + warp * ROWS;
+      load_weights(shared.weights[warp], x, channel, state0, 0);
+      Walker<T> walker[2] = {{0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}};
+      Complex<T> q[2] = {0, 0}, both[2] = {0, 0};  // both: the sum of p conj(dq)
+      Phase<T> bias[2] = {0, 0};
+      T of_bias[2] = {0, 0};
+      UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int64_t j = state0 + own.row + 8 * i;
+        if (j >= states) continue;
+        const Complex<T> b = polar(B, j), c = polar(C, j);
+        const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
+        const Phase<T> phase = reinterpret_cast<const Phase<T>&>(phases(tiles, batch, channel, j));
+        const Complex<T> m = conj(unit<T>(phase)) * dlast(batch, channel, j);
+        bias[i] = phase_of(x_bias(channel, j));
+        walker[i].bc = b * c, walker[i].start = c * start;
+        walker[i].pull = conj(b) * m, walker[i].lean = (conj(start) * m).im;
+      }
+
+      const auto find = [&](int64_t t0, T& v, T& g) {
+        const int64_t t = t0 + lane;
+        v = g = 0;
+        if (warp || t < 0 || t >= seq) return;
+        v = dt(batch, channel, t) * silu(u(batch, channel, t));
+        g = dy(batch, channel, t) * silu(z(batch, channel, t));
+      };
+      const auto finish = [&](int64_t tile) {
+        const int64_t t = tile * STEPS + lane;
+        if (warp < WARPS - 1 || t >= seq) return;
+        T dv = block0 ? ddt(batch, channel, t) : T(0);
+        for (int i = 0; i < WARPS; ++i) dv += shared.sums[tile % 2][i][lane];
+        if (block0 + STATES < states) {
+          ddt(batch, channel, t) = dv;  // until all states have been here
+          return;
+        }
+        const T input = u(batch, channel, t), gate = silu(input), out = z(batch, channel, t);
+        const T grad = dy(batch, channel, t), grad_w = grad * silu(out);
+        ddt(batch, channel, t) = dv * gate;
+        du(batch, channel, t) = (dv * dt(batch, channel, t) + grad_w * D(channel)) * silu_derivative(input);
+        dz(batch, channel, t) = grad * w(batch, channel, t) * silu_derivative(out);
+        gates += grad_w * gate;
+      };
+      T of_x[4][4] = {};
+      const auto add_dx = [&](int64_t r0, bool first) {
+        UNROLL
+        for (int n = 0; n < 4; ++n) {
+          UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int64_t j = state0 + own.row + i / 2 * 8, r = r0 + 8 * own.part + i % 2 * 4 + n;
+            if (j < states && r < channels) add(dx(place, channel, j, r), of_x[n][i], first);
+            of_x[n][i] = 0;
+          }
+        }
+      };
+
+      T piece[2][4], v_next, g_next;
+      fetch(piece, u, batch, (tiles - 1) * STEPS, 0);
+      fill(shared.tile[0], piece);
+      find((tiles - 1) * STEPS, v_next, g_next);
+      if (warp == 0) shared.v[(tiles - 1) % 2][lane] = v_next, shared.g[(tiles - 1) % 2][lane] = g_next;
+      int now = 0;  // which of the two tiles
+      for (int64_t tile = tiles - 1; tile >= 0; --tile) {
+        const int64_t t0 = tile * STEPS;
+        if (own.part < 2 && state0 + own.row + 8 * own.part < states) {
+          const int64_t j = state0 + own.row + 8 * own.part;
+          pulls(tile, batch, channel, j) = own.part ? walker[1].pull : walker[0].pull;
+          leans(tile, batch, channel, j) = own.part ? walker[1].lean : walker[0].lean;
+        }
+        Phase<T> phase[2] = {0, 0};
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int64_t j = state0 + own.row + 8 * i;
+          if (j < states) phase[i] = reinterpret_cast<const Phase<T>&>(phases(tile, batch, channel, j));
+          walker[i].p = j < states ? sums(tile, batch, channel, j) : Complex<T>(0);
+        }
+        Angles<T> angles = {};
+        for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
+          __syncthreads();  // this tile is there, v and g too, and the sums of the one before; nobody needs its u any more
+          const bool more = r0 + INPUTS < channels;
+          fetch(piece, u, batch, more || many ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
+          if (!more) find(t0 - STEPS, v_next, g_next);
+          if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);
+          if (many) load_weights(shared.weights[warp], x, channel, state0, r0);
+          add_product(angles, shared.weights[warp], shared.tile[now]);
+          if (!more) {
+            T v[EACH], g[EACH], dv[EACH] = {};
+            load_row(v, &shared.v[tile % 2][EACH * own.part]);
+            load_row(g, &shared.g[tile % 2][EACH * own.part]);
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+              Complex<T> e[EACH], taken = 0, given = 0;
+              turn(e, phase[i], angles, i, bias[i]);
+              UNROLL
+              for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k], given = given + conj(e[k]) * g[k];
+              const Sum<Complex<T>> of_p = sum_of_parts(taken), of_q = sum_of_parts(given);
+              Walker<T> at = walker[i];
+              at.p = at.p + of_p.before + taken;
+              at.add(of_q.after);
+              UNROLL
+              for (int k = EACH - 1; k >= 0; --k) {
+                const Complex<T> dq = conj(e[k]) * g[k];
+                both[i] = multiply_add(conj(dq), at.p, both[i]);
+                const T angle = at.step(e[k], v[k], dq);
+                dv[k] += e[k].re * at.pull.re, dv[k] -= e[k].im * at.pull.im;
+                angles[k / 2][2 * i + k % 2] = angle;
+                if (t0 + EACH * own.part + k < seq) of_bias[i] += angle;
+              }
+              walker[i].add(of_q.all);
+              q[i] = q[i] + of_q.all;
+            }
+            shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(dv);
+            if (!many) add_outer_product(of_x, angles, shared.tile[now]);
+            if (warp == 0) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
+          }
+          now = 1 - now;
+          fill(shared.tile[now], piece);
+        }
+        for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
+          __syncthreads();  // this tile is there; nobody needs the one before any more
+          const bool more = r0 + INPUTS < channels;
+          fetch(piece, u, batch, more ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
+          add_outer_product(of_x, angles, shared.tile[now]);
+          add_dx(r0, fresh && tile == tiles - 1);
+          now = 1 - now;
+          fill(shared.tile[now], piece);
+        }
+      }
+      __syncthreads();  // the sums of the first tile are there
+      finish(0);
+
+      if (!many) add_dx(0, fresh);
+      UNROLL
+      for (int i = 0; i < 2; ++i) {
+        both[i] = sum_of_parts(both[i]).all, of_bias[i] = sum_of_parts(of_bias[i]).all;
+        const int64_t j = state0 + own.row + 8 * i;
+        if (own.part != i || j >= states) continue;
+        const Complex<T> b = polar(B, j), c = polar(C, j);
+        const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
+        const Phase<T> phase = reinterpret_cast<const Phase<T>&>(phases(tiles, batch, channel, j));
+        const Complex<T> m = conj(unit<T>(phase)) * dlast(batch, channel, j), p = sums(tiles, batch, channel, j);
+        dstate(batch, channel, j) = multiply_add(conj(c), q[i], m);
+        add(dbias(place, channel, j), of_bias[i], fresh);
+        add(dB(place, channel, j), multiply_add(conj(p), m, conj(c * both[i])), fresh);
+        add(dC(place, channel, j), multiply_add(q[i], conj(start), conj(b * both[i])), fresh);
+      }
+    }
+    for (int apart = 16; apart > 0; apart /= 2) gates += __shfl_xor_sync(0xffffffffu, gates, apart);
+    if (threadIdx.x == 32 * (WARPS - 1)) add(dD(place, channel), gates, fresh);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// du += x^T dtheta, the sum over all channels and states. So here all tiles of time are walked at the same time, a warp
+// has one of them, and walks it for one channel, and ROWS of its states, after the other.
+template <typename T>
+struct InputTiles {
+  static constexpr int PITCH = STEPS + 4, SKEW = 24;  // lanes write eight steps of a state, and read four steps of four
+  alignas(16) Part<T> u[WARPS][INPUTS / 16][EACH / 2][PARTS<T>][32][4];  // each lane reads what it wrote
+  Tile<T, ROWS / 4> x[2];                                                // while one is worked with, the next is filled
+  alignas(16) T angles[WARPS][4][ROWS / 4 * PITCH + SKEW];
+  alignas(16) T v[WARPS][STEPS], g[WARPS][STEPS];
+};
+
+// grid (ceil(B tiles / WARPS) parts), block (32 WARPS): each of `parts` blocks sums up its part of the channels.
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    input_gradient(View<const T, 3> dy,              // [batch, channels, seq]
+                   View<const T, 3> u,               // [batch, channels, seq]
+                   View<const T, 3> dt,              // [batch, channels, seq]
+                   View<const T, 3> x,               // [channels, states, channels]
+                   View<const T, 2> x_bias,          // [channels, states]
+                   View<const Complex<T>, 1> bc,     // [states], both polar
+                   View<const T, 3> z,               // [batch, channels, seq]
+                   View<const Complex<T>, 3> start,  // [batch, channels, states], C h[0], or empty
+                   View<const Complex<T>, 4> sums,   // [tiles + 1, batch, channels, states]
+                   View<const T, 4> phases,          // likewise
+                   View<const Complex<T>, 4> pulls,  // [tiles, batch, channels, states]
+                   View<const T, 4> leans,           // likewise
+                   View<T, 4> du) {                  // [part, batch, channels, seq]
+  DYNAMIC_SHARED(InputTiles<T>, shared);
+  const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2], states = x.size[1], parts = du.size[0];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t tiles = ceil_div(seq, STEPS), place = blockIdx.x % parts;
+  const int64_t given = blockIdx.x / parts * WARPS + warp, walk = min(given, batches * tiles - 1);
+  const int64_t batch = walk / tiles, tile = walk % tiles, t0 = tile * STEPS;
+  const int64_t channel0 = channels * place / parts, channel1 = channels * (place + 1) / parts;
+  const bool many = channels > INPUTS;
+  const Lane own;
+
+  const auto load_u = [&](int64_t r0) {
+    UNROLL
+    for (int m = 0; m < INPUTS / 16; ++m) {
+#pragma unroll 1
+      for (int n = 0; n < EACH / 2; ++n) {
+        const int64_t t = t0 + EACH * (own.row / 2) + 2 * n + own.row % 2;
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int64_t r = r0 + 16 * m + 4 * own.part + i;
+          Part<T> values[PARTS<T>];
+          split(t < seq && r < channels ? u(batch, r, t) : T(0), values);
+          for (int k = 0; k < PARTS<T>; ++k) shared->u[warp][m][n][k][lane][i] = values[k];
+        }
+      }
+    }
+  };
+  // A thread fills four neighbours of a tile of x.
+  const int filled = threadIdx.x / 8, col = threadIdx.x % 8 * 4;
+  const auto fetch_x = [&](T(&piece)[4], int64_t channel, int64_t state0, int64_t r0) {
+    const bool inside = channel < channel1 && state0 + filled < states;
+    const int cols = inside ? int(min(channels - r0, int64_t(INPUTS))) - col : 0;
+    const T* word = &x(channel, state0 + filled, r0 + col);
+    UNROLL
+    for (int i = 0; i < 4; ++i, word += x.stride[2]) piece[i] = i < cols ? *word : T(0);
+  };
+  const auto fill_x = [&](Tile<T, ROWS / 4>& to, const T(&piece)[4]) {
+    Part<T> values[PARTS<T>][4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      Part<T> one[PARTS<T>];
+      split_turns(piece[i], one);
+      for (int n = 0; n < PARTS<T>; ++n) values[n][i] = one[n];
+    }
+    to.store(values, filled, col);
+  };
+
+  T of_u[2][4][4] = {};  // [m][n][i] of input 4 row + 2 m + i / 2 and step 8 part + 4 (i % 2) + n
+  const auto add_du = [&](int64_t r0, bool first) {
+    UNROLL
+    for (int m = 0; m < 2; ++m) {
+      UNROLL
+      for (int n = 0; n < 4; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int64_t r = r0 + 4 * own.row + 2 * m + i / 2, t = t0 + EACH * own.part + i % 2 * 4 + n;
+          if (given == walk && r < channels && t < seq) add(du(place, batch, r, t), of_u[m][n][i] * TURN<T>, first);
+          of_u[m][n][i] = 0;
+        }
+      }
+    }
+  };
+  const auto add_product_of_angles = [&](const Tile<T, ROWS / 4>& tile_of_x) {
+    T product[2][4][4] = {};
+    UNROLL
+    for (int k = 0; k < 2; ++k) {
+      Part<T> four[2][PARTS<T>][4];
+      Right<T> right[4];
+      UNROLL
+      for (int i = 0; i < 2; ++i) {
+        tile_of_x.load(four[i], 4 * own.part + 2 * k + i, 4 * own.row);
+        T angles[4];
+        load_row(angles, &shared->angles[warp][own.part][(2 * k + i) * InputTiles<T>::PITCH + 4 * own.row]);
+        UNROLL
+        for (int n = 0; n < 4; ++n) {
+          Part<T> values[PARTS<T>];
+          split(angles[n], values);
+          for (int l = 0; l < PARTS<T>; ++l) right[n][l][i] = values[l];
+        }
+      }
+      UNROLL
+      for (int m = 0; m < 2; ++m) {
+        Left<T> left;
+        UNROLL
+        for (int i = 0; i < PARTS<T>; ++i) {
+          left[i][0] = four[0][i][2 * m], left[i][1] = four[0][i][2 * m + 1];
+          left[i][2] = four[1][i][2 * m], left[i][3] = four[1][i][2 * m + 1];
+        }
+        UNROLL
+        for (int n = 0; n < 4; ++n) multiply<T>(product[m][n], left, right[n]);
+      }
+    }
+    UNROLL
+    for (int m = 0; m < 2; ++m) {
+      UNROLL
+      for (int n = 0; n < 4; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) of_u[m][n][i] += product[m][n][i];
+      }
+    }
+  };
+
+  T piece[4];
+  fetch_x(piece, channel0, 0, 0);
+  fill_x(shared->x[0], piece);
+  if (!many) load_u(0);
+  int now = 0;
+  for (int64_t channel = channel0; channel < channel1; ++channel) {
+    const int64_t t = t0 + lane;
+    __syncwarp();  // nobody needs v and g of the channel before any more
+    shared->v[warp][lane] = t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
+    shared->g[warp][lane] = t < seq ? dy(batch, channel, t) * silu(z(batch, channel, t)) : T(0);
+    __syncwarp();  // v and g are there
+    for (int64_t state0 = 0; state0 < states; state0 += ROWS) {
+      const bool same = state0 + ROWS < states;  // the states after these are of the same channel
+      const int64_t channel_next = same ? channel : channel + 1, state_next = same ? state0 + ROWS : 0;
+      Walker<T> walker[2] = {{0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}};
+      Phase<T> phase[2] = {0, 0}, bias[2] = {0, 0};
+      UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int64_t j = state0 + own.row + 8 * i;
+        if (j >= states) continue;
+        phase[i] = reinterpret_cast<const Phase<T>&>(phases(tile, batch, channel, j));
+        bias[i] = phase_of(x_bias(channel, j));
+        walker[i].p = sums(tile, batch, channel, j);
+        walker[i].pull = pulls(tile, batch, channel, j), walker[i].lean = leans(tile, batch, channel, j);
+        walker[i].bc = bc(j);
+        if (start.size[0]) walker[i].start = start(batch, channel, j);
+      }
+      Angles<T> angles = {};
+      for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
+        __syncthreads();  // this tile of x is there; nobody needs the one before any more
+        const bool more = r0 + INPUTS < channels, stay = more || many;
+        fetch_x(piece, stay ? channel : channel_next, stay ? state0 : state_next, more ? r0 + INPUTS : 0);
+        if (many) load_u(r0);
+        UNROLL
+        for (int m = 0; m < INPUTS / 16; ++m) {
+          Part<T> four[2][PARTS<T>][4];
+          UNROLL
+          for (int i = 0; i < 2; ++i) shared->x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.part);
+          UNROLL
+          for (int half = 0; half < 2; ++half) {
+            Left<T> left;
+            UNROLL
+            for (int i = 0; i < PARTS<T>; ++i) {
+              left[i][0] = four[0][i][2 * half], left[i][2] = four[0][i][2 * half + 1];
+              left[i][1] = four[1][i][2 * half], left[i][3] = four[1][i][2 * half + 1];
+            }
+            UNROLL
+            for (int n = 0; n < EACH / 2; ++n) {
+              Right<T> right;
+              UNROLL
+              for (int i = 0; i < PARTS<T>; ++i) {
+                Part<T> values[4];
+                load_row(values, shared->u[warp][m][n][i][lane]);
+                right[i][0] = values[2 * half], right[i][1] = values[2 * half + 1];
+              }
+              multiply<T>(angles[n], left, right);
+            }
+          }
+        }
+        if (!more) {
+          T v[EACH], g[EACH];
+          load_row(v, &shared->v[warp][EACH * own.part]);
+          load_row(g, &shared->g[warp][EACH * own.part]);
+          __syncwarp();  // nobody needs the angles before any more
+          UNROLL
+          for (int i = 0; i < 2; ++i) {
+            Complex<T> e[EACH], taken = 0, given = 0;
+            turn(e, phase[i], angles, i, bias[i]);
+            UNROLL
+            for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k], given = given + conj(e[k]) * g[k];
+            Walker<T>& at = walker[i];
+            at.p = at.p + sum_of_parts(taken).before + taken;
+            at.add(sum_of_parts(given).after);
+            T found[EACH];
+            UNROLL
+            for (int k = EACH - 1; k >= 0; --k) found[k] = at.step(e[k], v[k], conj(e[k]) * g[k]);
+            const int state = own.row + 8 * i;
+            store_row(&shared->angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.part], found);
+          }
+          __syncwarp();  // these angles are there
+          if (!many) add_product_of_angles(shared->x[now]);
+        }
+        now = 1 - now;
+        fill_x(shared->x[now], piece);
+      }
+      for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
+        __syncthreads();  // this tile of x is there; nobody needs the one before any more
+        const bool more = r0 + INPUTS < channels;
+        fetch_x(piece, more ? channel : channel_next, more ? state0 : state_next, more ? r0 + INPUTS : 0);
+        add_product_of_angles(shared->x[now]);
+        add_du(r0, channel == channel0 && state0 == 0);
+        now = 1 - now;
+        fill_x(shared->x[now], piece);
+      }
+    }
+  }
+  if (!many) add_du(0, true);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // dispatch_floating, for the two types whose complex numbers there are.
 template <typename Body>
 void dispatch_wide(DType dtype, Body&& body) {
@@ -414,5 +950,27 @@ void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Inpu
     launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), 0, stream, u.as<T>(), dt.as<T>(), x.as<T>(),
                                 x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), y.as<T>(),
                                 w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
+  });
+}
+
+void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias,
+                               Input<1> B, Input<1> C, Input<1> D, Input<3> z, Input<3> state, Input<3> w,
+                               Input<4> sums, Input<4> phases, Input<1> bc, Input<3> start, Output<3> du, Output<3> ddt,
+                               Output<3> dz, Output<3> dstate, Output<4> pulls, Output<4> leans, Output<4> dx,
+                               Output<3> dbias, Output<3> dB, Output<3> dC, Output<2> dD, Output<4> du_of_theta,
+                               Stream stream) {
+  const int64_t batches = u.size[0], channels = u.size[1], tiles = ceil_div(u.size[2], STEPS);
+  dispatch_wide(u.dtype, [&]<typename T>() {
+    using C2 = Complex<T>;
+    launch<adaptive_unitary_backward<T>>({dx.size[0] * channels}, dim3(32 * WARPS), 0, stream, dy.as<T>(),
+                                         dlast.as<C2>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(),
+                                         C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), w.as<T>(), sums.as<C2>(),
+                                         phases.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(), dstate.as<C2>(),
+                                         pulls.as<C2>(), leans.as<T>(), dx.as<T>(), dbias.as<T>(), dB.as<C2>(),
+                                         dC.as<C2>(), dD.as<T>());
+    launch<input_gradient<T>>({ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS),
+                              sizeof(InputTiles<T>), stream, dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(),
+                              x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(), sums.as<C2>(), phases.as<T>(),
+                              read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
   });
 }

@@ -60,9 +60,9 @@ DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 INCUMBENT = "the formula in torch, cumulative sums of all states"
 
-TILE = 32  # steps of the kernel's tiles
-SLAB = 128  # steps between two states that the forward keeps, and of the backward's walk at a time
-SCRATCH = 1 << 22  # numbers of dtheta at a time, if one batch has no more: 16 MB in float32, which a GPU's L2 holds
+TILE = 32  # steps of a kernel's tile: what a state is before each of them is kept for the backward
+PLACES = 1024  # sums over time, one for each channel, that the backward has under way, if there are so many: for a GPU
+WALKS = 2048  # likewise, of tiles of time
 
 
 def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -87,41 +87,42 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         *tensors, state, _ = inputs
-        _, w, _, ends, phases = output
-        ctx.with_state = state is not None
-        ctx.save_for_backward(*tensors, w, ends, phases)
-        ctx.mark_non_differentiable(w, ends, phases)
+        _, w, _, sums, phases = output
+        ctx.save_for_backward(*tensors, state, w, sums, phases)
+        ctx.mark_non_differentiable(w, sums, phases)
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx, dy: Tensor | None, _w, dlast: Tensor | None, _ends, _phases) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx, dy: Tensor | None, _w, dlast: Tensor | None, _sums, _phases) -> tuple[Tensor | None, ...]:
         if dy is None and dlast is None:
             return (None,) * 10
-        u, B, x_bias = ctx.saved_tensors[0], ctx.saved_tensors[4], ctx.saved_tensors[3]
+        u, B, x_bias, state = (ctx.saved_tensors[i] for i in (0, 4, 3, 8))
         dy = u.new_zeros(()).expand(u.shape) if dy is None else dy
         dlast = B.new_zeros(()).expand(u.shape[0], *x_bias.shape) if dlast is None else dlast
         *grads, dstate = compute_backward(dy, dlast, *ctx.saved_tensors)
-        return *grads, dstate if ctx.with_state else None, None
+        return *grads, None if state is None else dstate, None
 
-    def run_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, w, ends, phases) -> tuple[Tensor, ...]:
+    def run_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, state, w, sums, phases) -> tuple[Tensor, ...]:
         grads = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
         if not u.numel():
             return *(x.zero_() for x in grads[:-1]), grads[-1].copy_(dlast)
-        (batches, channels, _), states = u.shape, x.shape[1]
-        group = min(batches, max(1, SCRATCH // max(1, SLAB * channels * states)))
+        (batches, channels, seq), states, tiles = u.shape, x.shape[1], -(-u.shape[2] // TILE)
         du, ddt, *_, dz, dstate = grads
-        earlier = operator.empty(dstate.shape, like=u)
-        dtheta = operator.empty((group, SLAB, channels * states), like=u)
+        pulls = operator.empty((tiles, *dstate.shape), like=B)
+        leans = operator.empty(pulls.shape, like=u)
         # What is added up for all batches, one place for each of a group; the order of the sums is always the same.
-        of_bias = operator.empty((group, channels, states), like=u)
-        of_b, of_c = (operator.empty((group, channels, states), like=B) for _ in range(2))
-        of_d = operator.empty((group, channels), like=u)
-        of_x = operator.empty((group, channels, channels * states), like=u)
-        scratch = (earlier, dtheta, of_bias, of_b, of_c, of_d, of_x)
-        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, w, ends, phases)
+        places = min(batches, -(-PLACES // channels))
+        of_x = operator.empty((places, *x.shape), like=u)
+        of_bias = operator.empty((places, channels, states), like=u)
+        of_b, of_c = (operator.empty((places, channels, states), like=B) for _ in range(2))
+        of_d = operator.empty((places, channels), like=u)
+        of_u = operator.empty((min(channels, -(-WALKS // (batches * tiles))), *u.shape), like=u)
+        initial = operator.empty((0, 0, 0), like=B) if state is None else state
+        start = initial if state is None else polar(C) * state
+        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, polar(B) * polar(C), start)
+        scratch = (pulls, leans, of_x, of_bias, of_b, of_c, of_d, of_u)
         kernels.launch("adaptive_unitary_backward", u.device, *given, du, ddt, dz, dstate, *scratch)
-        dx = of_x.sum(0).view(channels, channels, states).permute(1, 2, 0).contiguous()
         db, dc = through_polar(B, of_b.sum((0, 1))), through_polar(C, of_c.sum((0, 1)))
-        return du, ddt, dx, of_bias.sum(0), db, dc, of_d.sum(0), dz, dstate
+        return du.add_(of_u.sum(0)), ddt, of_x.sum(0), of_bias.sum(0), db, dc, of_d.sum(0), dz, dstate
 
     def fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, *_) -> tuple[Tensor, ...]:
         return tuple(operator.empty(t.shape, like=t) for t in (u, dt, x, x_bias, B, C, D, z, dlast))
@@ -132,7 +133,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     tensors = "Tensor u, Tensor dt, Tensor x, Tensor x_bias, Tensor B, Tensor C, Tensor D, Tensor z"
     compute_backward = operator.register(
         f"{name}_backward",
-        f"(Tensor dy, Tensor dlast, {tensors}, Tensor w, Tensor ends, Tensor phases)"
+        f"(Tensor dy, Tensor dlast, {tensors}, Tensor? state, Tensor w, Tensor sums, Tensor phases)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         run_backward,
         fake=fake_backward,
@@ -141,7 +142,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     compute = operator.register(
         name,
         f"({tensors}, Tensor? state=None, bool save=True)"
-        " -> (Tensor y, Tensor w, Tensor last, Tensor ends, Tensor phases)",
+        " -> (Tensor y, Tensor w, Tensor last, Tensor sums, Tensor phases)",
         run,
         fake=fake,
         setup_context=setup_context,
