@@ -24,6 +24,7 @@
 
 #include <type_traits>
 
+#include "common/async_copy.h"
 #include "common/complex.h"
 #include "common/device.h"
 #include "common/launch.h"
@@ -158,6 +159,18 @@ struct Tile {
     for (int i = 0; i < PARTS<T>; ++i)
       load_row(values[i], &part[i][row / ROWS_OF_PART][row % ROWS_OF_PART * PITCH + col]);
   }
+  // Two neighbours of a row and of the next one.
+  __device__ __forceinline__ void load_left(Left<T>& left, int row, int col) const {
+    UNROLL
+    for (int i = 0; i < PARTS<T>; ++i) {
+      UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const Part<T>* from = &part[i][row / ROWS_OF_PART][(row % ROWS_OF_PART + k) * PITCH + col];
+        const auto pair = load_vector<2>(from);
+        left[i][2 * k] = pair[0], left[i][2 * k + 1] = pair[1];
+      }
+    }
+  }
   __device__ __forceinline__ void store(const Part<T> (&values)[PARTS<T>][4], int row, int col) {
     UNROLL
     for (int i = 0; i < PARTS<T>; ++i)
@@ -172,9 +185,13 @@ struct Filler {
   int step = threadIdx.x / 8 * 2 + threadIdx.x % 2, col = threadIdx.x % 8 / 2 * 4;
 };
 
-// What this thread will fill in, of the tile that begins at step t0 and row r0; 0 past an edge.
+// What each thread will fill in. Copies bring it while the warps work, so that no register has to wait for it.
 template <typename T>
-__device__ __forceinline__ void fetch(T (&piece)[2][4], const View<const T, 3>& u, int64_t batch, int64_t t0,
+using Coming = T[2][4][32 * WARPS];
+
+// Of the tile that begins at step t0 and row r0; 0 past an edge.
+template <typename T>
+__device__ __forceinline__ void fetch(Coming<T>& coming, const View<const T, 3>& u, int64_t batch, int64_t t0,
                                       int64_t r0) {
   const Filler own;
   const int64_t t = t0 + own.step;
@@ -183,19 +200,22 @@ __device__ __forceinline__ void fetch(T (&piece)[2][4], const View<const T, 3>& 
   UNROLL
   for (int m = 0; m < 2; ++m, word += 12 * u.stride[1]) {
     UNROLL
-    for (int i = 0; i < 4; ++i, word += u.stride[1]) piece[m][i] = 16 * m + i < rows ? *word : T(0);
+    for (int i = 0; i < 4; ++i, word += u.stride[1])
+      async_copy<sizeof(T)>(&coming[m][i][threadIdx.x], word, 16 * m + i < rows);
   }
+  async_commit();
 }
 template <typename T>
-__device__ __forceinline__ void fill(Steps<T>& tile, const T (&piece)[2][4]) {
+__device__ __forceinline__ void fill(Steps<T>& tile, const Coming<T>& coming) {
   const Filler own;
+  async_wait<0>();
   UNROLL
   for (int m = 0; m < 2; ++m) {
     Part<T> values[PARTS<T>][4];
     UNROLL
     for (int i = 0; i < 4; ++i) {
       Part<T> parts[PARTS<T>];
-      split(piece[m][i], parts);
+      split(coming[m][i][threadIdx.x], parts);
       for (int n = 0; n < PARTS<T>; ++n) values[n][i] = parts[n];
     }
     tile.store(values, own.step, own.col + 16 * m);
@@ -314,6 +334,7 @@ __device__ __forceinline__ T sum_of_states(T (&values)[EACH]) {
 template <typename T>
 struct ForwardTiles {
   Steps<T> tile[2];  // while one is worked with, the next one is filled
+  Coming<T> coming;
   Weights<T> weights[WARPS];
   alignas(16) T v[2][STEPS];
   T sums[2][WARPS][STEPS];
@@ -335,7 +356,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                      View<Complex<T>, 3> last,         // [batch, channels, states]
                      View<Complex<T>, 4> sums,         // [tiles + 1, batch, channels, states]: before each, or empty
                      View<T, 4> phases) {              // likewise, their bits
-  __shared__ ForwardTiles<T> shared;
+  DYNAMIC_SHARED(ForwardTiles<T>, tiles_of_block);
+  ForwardTiles<T>& shared = *tiles_of_block;
   const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1], tiles = ceil_div(seq, STEPS);
   const int64_t batch = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -377,9 +399,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       reinterpret_cast<Phase<T>&>(phases(tile, batch, channel, j)) = own.part ? phase[1] : phase[0];
     };
 
-    T piece[2][4];
-    fetch(piece, u, batch, 0, 0);
-    fill(shared.tile[0], piece);
+    fetch(shared.coming, u, batch, 0, 0);
+    fill(shared.tile[0], shared.coming);
     if (warp == 0) shared.v[0][lane] = find_v(0);
     int now = 0;  // which of the two tiles
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -389,14 +410,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
         __syncthreads();  // this tile is there, v too, and the sums of the one before; nobody needs its u any more
         const bool more = r0 + INPUTS < channels;
-        fetch(piece, u, batch, more ? t0 : t0 + STEPS, more ? r0 + INPUTS : 0);
+        fetch(shared.coming, u, batch, more ? t0 : t0 + STEPS, more ? r0 + INPUTS : 0);
         const T v_next = warp == 0 && !more ? find_v(t0 + STEPS) : T(0);
         if (warp == WARPS - 1 && r0 == 0 && tile > 0) finish(t0 - STEPS);
         if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);
         add_product(turns, shared.weights[warp], shared.tile[now]);
         now = 1 - now;
         if (more) {
-          fill(shared.tile[now], piece);
+          fill(shared.tile[now], shared.coming);
           continue;
         }
         T v[EACH], read[EACH] = {};
@@ -418,7 +439,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           sum[i] = sum[i] + parts.all;
         }
         shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(read);
-        fill(shared.tile[now], piece);
+        fill(shared.tile[now], shared.coming);
         if (warp == 0) shared.v[1 - tile % 2][lane] = v_next;
       }
     }
@@ -471,43 +492,54 @@ __device__ __forceinline__ void add(T& place, T value, bool fresh) {
   place = fresh ? value : place + value;
 }
 
-// sum += dtheta u^T of a tile: sum[n][i] of state row + 8 (i / 2) and input 8 part + 4 (i % 2) + n. Tensor cores cut off
+// dx += u dtheta^T of a tile, each lane its part: two inputs of each 16 for two states of each 8. Tensor cores cut off
 // what they cannot hold, so that a long sum of theirs gets ever too small: each tile's is added on its own.
 template <typename T>
-__device__ __forceinline__ void add_outer_product(T (&sum)[4][4], const Angles<T>& angles, const Steps<T>& tile) {
+using OfX = T[2][2][32 * WARPS][4];
+
+template <typename T>
+__device__ __forceinline__ void add_outer_product(OfX<T>& sums, const Angles<T>& angles, const Steps<T>& tile) {
   const Lane own;
-  T product[4][4] = {};
+  T product[2][2][4] = {};
   UNROLL
   for (int k = 0; k < EACH / 2; ++k) {
-    Left<T> left;
+    Right<T> right[2];
     UNROLL
-    for (int i = 0; i < 4; ++i) {
-      Part<T> parts[PARTS<T>];
-      split(angles[k][i % 2 * 2 + i / 2], parts);
-      for (int n = 0; n < PARTS<T>; ++n) left[n][i] = parts[n];
-    }
-    Part<T> four[2][PARTS<T>][4];
-    UNROLL
-    for (int i = 0; i < 2; ++i) tile.load(four[i], EACH * own.part + 2 * k + i, 4 * own.row);
-    UNROLL
-    for (int n = 0; n < 4; ++n) {
-      Right<T> right;
+    for (int n = 0; n < 2; ++n) {
       UNROLL
-      for (int i = 0; i < PARTS<T>; ++i) right[i][0] = four[0][i][n], right[i][1] = four[1][i][n];
-      multiply<T>(product[n], left, right);
+      for (int i = 0; i < 2; ++i) {
+        Part<T> parts[PARTS<T>];
+        split(angles[k][2 * n + i], parts);
+        for (int l = 0; l < PARTS<T>; ++l) right[n][l][i] = parts[l];
+      }
+    }
+    UNROLL
+    for (int m = 0; m < 2; ++m) {
+      Left<T> left;
+      tile.load_left(left, EACH * own.part + 2 * k, 16 * m + 2 * own.row);
+      UNROLL
+      for (int n = 0; n < 2; ++n) multiply<T>(product[m][n], left, right[n]);
     }
   }
   UNROLL
-  for (int n = 0; n < 4; ++n) {
+  for (int m = 0; m < 2; ++m) {
     UNROLL
-    for (int i = 0; i < 4; ++i) sum[n][i] += product[n][i];
+    for (int n = 0; n < 2; ++n) {
+      T sum[4];
+      load_row(sum, sums[m][n][threadIdx.x]);
+      UNROLL
+      for (int i = 0; i < 4; ++i) sum[i] += product[m][n][i];
+      store_row(sums[m][n][threadIdx.x], sum);
+    }
   }
 }
 
 template <typename T>
 struct BackwardTiles {
   Steps<T> tile[2];
+  Coming<T> coming;
   Weights<T> weights[WARPS];
+  alignas(16) OfX<T> of_x;
   alignas(16) T v[2][STEPS], g[2][STEPS];
   T sums[2][WARPS][STEPS];
 };
@@ -540,7 +572,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                               View<Complex<T>, 3> dB,           // [place, channels, states], of the polar B
                               View<Complex<T>, 3> dC,           // [place, channels, states], of the polar C
                               View<T, 2> dD) {                  // [place, channels]
-  __shared__ BackwardTiles<T> shared;
+  DYNAMIC_SHARED(BackwardTiles<T>, tiles_of_block);
+  BackwardTiles<T>& shared = *tiles_of_block;
   const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2], states = x.size[1];
   const int64_t places = dx.size[0], tiles = ceil_div(seq, STEPS);
   const int64_t place = blockIdx.x / channels, channel = blockIdx.x % channels;
@@ -594,22 +627,28 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         dz(batch, channel, t) = grad * w(batch, channel, t) * silu_derivative(out);
         gates += grad_w * gate;
       };
-      T of_x[4][4] = {};
+      const auto clear_dx = [&] {
+        UNROLL
+        for (int i = 0; i < 4; ++i) store_row<4, T>(shared.of_x[i / 2][i % 2][threadIdx.x], {});
+      };
       const auto add_dx = [&](int64_t r0, bool first) {
         UNROLL
         for (int n = 0; n < 4; ++n) {
+          const int64_t j = state0 + n / 2 * 8 + 2 * own.part + n % 2;
+          T* word = &dx(place, channel, j, r0 + 2 * own.row);
+          const int cols = j < states ? int(min(channels - r0, int64_t(INPUTS))) - 2 * own.row : 0;
           UNROLL
           for (int i = 0; i < 4; ++i) {
-            const int64_t j = state0 + own.row + i / 2 * 8, r = r0 + 8 * own.part + i % 2 * 4 + n;
-            if (j < states && r < channels) add(dx(place, channel, j, r), of_x[n][i], first);
-            of_x[n][i] = 0;
+            const int col = i / 2 * 16 + i % 2;
+            if (col < cols) add(word[col], shared.of_x[i / 2][n / 2][threadIdx.x][i % 2 * 2 + n % 2], first);
           }
         }
       };
+      clear_dx();
 
-      T piece[2][4], v_next, g_next;
-      fetch(piece, u, batch, (tiles - 1) * STEPS, 0);
-      fill(shared.tile[0], piece);
+      T v_next, g_next;
+      fetch(shared.coming, u, batch, (tiles - 1) * STEPS, 0);
+      fill(shared.tile[0], shared.coming);
       find((tiles - 1) * STEPS, v_next, g_next);
       if (warp == 0) shared.v[(tiles - 1) % 2][lane] = v_next, shared.g[(tiles - 1) % 2][lane] = g_next;
       int now = 0;  // which of the two tiles
@@ -631,7 +670,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
           __syncthreads();  // this tile is there, v and g too, and the sums of the one before; nobody needs its u any more
           const bool more = r0 + INPUTS < channels;
-          fetch(piece, u, batch, more || many ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
+          fetch(shared.coming, u, batch, more || many ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
           if (!more) find(t0 - STEPS, v_next, g_next);
           if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);
           if (many) load_weights(shared.weights[warp], x, channel, state0, r0);
@@ -663,20 +702,21 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
               q[i] = q[i] + of_q.all;
             }
             shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(dv);
-            if (!many) add_outer_product(of_x, angles, shared.tile[now]);
+            if (!many) add_outer_product(shared.of_x, angles, shared.tile[now]);
             if (warp == 0) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
           }
           now = 1 - now;
-          fill(shared.tile[now], piece);
+          fill(shared.tile[now], shared.coming);
         }
         for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
           __syncthreads();  // this tile is there; nobody needs the one before any more
           const bool more = r0 + INPUTS < channels;
-          fetch(piece, u, batch, more ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
-          add_outer_product(of_x, angles, shared.tile[now]);
+          fetch(shared.coming, u, batch, more ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
+          add_outer_product(shared.of_x, angles, shared.tile[now]);
           add_dx(r0, fresh && tile == tiles - 1);
+          clear_dx();
           now = 1 - now;
-          fill(shared.tile[now], piece);
+          fill(shared.tile[now], shared.coming);
         }
       }
       __syncthreads();  // the sums of the first tile are there
@@ -731,7 +771,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                    View<const Complex<T>, 4> pulls,  // [tiles, batch, channels, states]
                    View<const T, 4> leans,           // likewise
                    View<T, 4> du) {                  // [part, batch, channels, seq]
-  DYNAMIC_SHARED(InputTiles<T>, shared);
+  DYNAMIC_SHARED(InputTiles<T>, tiles_of_block);
+  InputTiles<T>& shared = *tiles_of_block;
   const int64_t batches = u.size[0], channels = u.size[1], seq = u.size[2], states = x.size[1], parts = du.size[0];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tiles = ceil_div(seq, STEPS), place = blockIdx.x % parts;
@@ -752,7 +793,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           const int64_t r = r0 + 16 * m + 4 * own.part + i;
           Part<T> values[PARTS<T>];
           split(t < seq && r < channels ? u(batch, r, t) : T(0), values);
-          for (int k = 0; k < PARTS<T>; ++k) shared->u[warp][m][n][k][lane][i] = values[k];
+          for (int k = 0; k < PARTS<T>; ++k) shared.u[warp][m][n][k][lane][i] = values[k];
         }
       }
     }
@@ -777,18 +818,19 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     to.store(values, filled, col);
   };
 
-  T of_u[2][4][4] = {};  // [m][n][i] of input 4 row + 2 m + i / 2 and step 8 part + 4 (i % 2) + n
+  T of_u[2][4][4] = {};  // [m][n][i] of input 16 m + 2 row + i / 2 and step 8 part + 4 (i % 2) + n
   const auto add_du = [&](int64_t r0, bool first) {
+    T* word = &du(place, batch, r0 + 2 * own.row, t0 + EACH * own.part);
+    const int rows = given == walk ? int(min(channels - r0, int64_t(INPUTS))) - 2 * own.row : 0;
+    const int cols = int(min(seq - t0, int64_t(STEPS))) - EACH * own.part;
     UNROLL
-    for (int m = 0; m < 2; ++m) {
+    for (int i = 0; i < 4; ++i, word += i == 2 ? 15 * seq : seq) {
+      const int row = i / 2 * 16 + i % 2;
       UNROLL
-      for (int n = 0; n < 4; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const int64_t r = r0 + 4 * own.row + 2 * m + i / 2, t = t0 + EACH * own.part + i % 2 * 4 + n;
-          if (given == walk && r < channels && t < seq) add(du(place, batch, r, t), of_u[m][n][i] * TURN<T>, first);
-          of_u[m][n][i] = 0;
-        }
+      for (int col = 0; col < EACH; ++col) {
+        T& sum = of_u[i / 2][col % 4][i % 2 * 2 + col / 4];
+        if (row < rows && col < cols) add(word[col], sum * TURN<T>, first);
+        sum = 0;
       }
     }
   };
@@ -796,13 +838,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     T product[2][4][4] = {};
     UNROLL
     for (int k = 0; k < 2; ++k) {
-      Part<T> four[2][PARTS<T>][4];
       Right<T> right[4];
       UNROLL
       for (int i = 0; i < 2; ++i) {
-        tile_of_x.load(four[i], 4 * own.part + 2 * k + i, 4 * own.row);
         T angles[4];
-        load_row(angles, &shared->angles[warp][own.part][(2 * k + i) * InputTiles<T>::PITCH + 4 * own.row]);
+        load_row(angles, &shared.angles[warp][own.part][(2 * k + i) * InputTiles<T>::PITCH + 4 * own.row]);
         UNROLL
         for (int n = 0; n < 4; ++n) {
           Part<T> values[PARTS<T>];
@@ -813,12 +853,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       UNROLL
       for (int m = 0; m < 2; ++m) {
         Left<T> left;
-        UNROLL
-        for (int i = 0; i < PARTS<T>; ++i) {
-          left[i][0] = four[0][i][2 * m], left[i][1] = four[0][i][2 * m + 1];
-          left[i][2] = four[1][i][2 * m], left[i][3] = four[1][i][2 * m + 1];
-        }
-        UNROLL
+        tile_of_x.load_left(left, 4 * own.part + 2 * k, 16 * m + 2 * own.row);
+       UNROLL
         for (int n = 0; n < 4; ++n) multiply<T>(product[m][n], left, right[n]);
       }
     }
@@ -834,14 +870,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
   T piece[4];
   fetch_x(piece, channel0, 0, 0);
-  fill_x(shared->x[0], piece);
+  fill_x(shared.x[0], piece);
   if (!many) load_u(0);
   int now = 0;
   for (int64_t channel = channel0; channel < channel1; ++channel) {
     const int64_t t = t0 + lane;
     __syncwarp();  // nobody needs v and g of the channel before any more
-    shared->v[warp][lane] = t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
-    shared->g[warp][lane] = t < seq ? dy(batch, channel, t) * silu(z(batch, channel, t)) : T(0);
+    shared.v[warp][lane] = t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
+    shared.g[warp][lane] = t < seq ? dy(batch, channel, t) * silu(z(batch, channel, t)) : T(0);
     __syncwarp();  // v and g are there
     for (int64_t state0 = 0; state0 < states; state0 += ROWS) {
       const bool same = state0 + ROWS < states;  // the states after these are of the same channel
@@ -869,7 +905,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int m = 0; m < INPUTS / 16; ++m) {
           Part<T> four[2][PARTS<T>][4];
           UNROLL
-          for (int i = 0; i < 2; ++i) shared->x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.part);
+          for (int i = 0; i < 2; ++i) shared.x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.part);
           UNROLL
           for (int half = 0; half < 2; ++half) {
             Left<T> left;
@@ -884,7 +920,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
               UNROLL
               for (int i = 0; i < PARTS<T>; ++i) {
                 Part<T> values[4];
-                load_row(values, shared->u[warp][m][n][i][lane]);
+                load_row(values, shared.u[warp][m][n][i][lane]);
                 right[i][0] = values[2 * half], right[i][1] = values[2 * half + 1];
               }
               multiply<T>(angles[n], left, right);
@@ -893,8 +929,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         if (!more) {
           T v[EACH], g[EACH];
-          load_row(v, &shared->v[warp][EACH * own.part]);
-          load_row(g, &shared->g[warp][EACH * own.part]);
+          load_row(v, &shared.v[warp][EACH * own.part]);
+          load_row(g, &shared.g[warp][EACH * own.part]);
           __syncwarp();  // nobody needs the angles before any more
           UNROLL
           for (int i = 0; i < 2; ++i) {
@@ -909,22 +945,22 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             UNROLL
             for (int k = EACH - 1; k >= 0; --k) found[k] = at.step(e[k], v[k], conj(e[k]) * g[k]);
             const int state = own.row + 8 * i;
-            store_row(&shared->angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.part], found);
+            store_row(&shared.angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.part], found);
           }
           __syncwarp();  // these angles are there
-          if (!many) add_product_of_angles(shared->x[now]);
+          if (!many) add_product_of_angles(shared.x[now]);
         }
         now = 1 - now;
-        fill_x(shared->x[now], piece);
+        fill_x(shared.x[now], piece);
       }
       for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
         __syncthreads();  // this tile of x is there; nobody needs the one before any more
         const bool more = r0 + INPUTS < channels;
         fetch_x(piece, more ? channel : channel_next, more ? state0 : state_next, more ? r0 + INPUTS : 0);
-        add_product_of_angles(shared->x[now]);
+        add_product_of_angles(shared.x[now]);
         add_du(r0, channel == channel0 && state0 == 0);
         now = 1 - now;
-        fill_x(shared->x[now], piece);
+        fill_x(shared.x[now], piece);
       }
     }
   }
@@ -947,7 +983,7 @@ void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Inpu
                       Output<4> phases, Stream stream) {
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), 0, stream, u.as<T>(), dt.as<T>(), x.as<T>(),
+    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), sizeof(ForwardTiles<T>), stream, u.as<T>(), dt.as<T>(), x.as<T>(),
                                 x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), y.as<T>(),
                                 w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
   });
@@ -962,7 +998,7 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
   const int64_t batches = u.size[0], channels = u.size[1], tiles = ceil_div(u.size[2], STEPS);
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    launch<adaptive_unitary_backward<T>>({dx.size[0] * channels}, dim3(32 * WARPS), 0, stream, dy.as<T>(),
+    launch<adaptive_unitary_backward<T>>({dx.size[0] * channels}, dim3(32 * WARPS), sizeof(BackwardTiles<T>), stream, dy.as<T>(),
                                          dlast.as<C2>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(),
                                          C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), w.as<T>(), sums.as<C2>(),
                                          phases.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(), dstate.as<C2>(),
