@@ -23,7 +23,7 @@ struct PhaseOf<float> {
   using Unsigned = uint32_t;
   using Signed = int32_t;
   static constexpr float HALF = 0x1p31f;                 // of a turn
-  static constexpr float WHOLE = 0x1.8p23f;              // beside it in a sum only whole turns last
+  static constexpr float WHOLE = 0x1.8p54f;              // beside it in a sum only whole turns last
   static constexpr float PER_RADIAN = 0x1.45f306p-3f;    // 1 / 2 pi, rounded
   static constexpr float REST = 0x1.b939100000000p-28f;  // and what the rounding took
 };
@@ -32,7 +32,7 @@ struct PhaseOf<double> {
   using Unsigned = uint64_t;
   using Signed = int64_t;
   static constexpr double HALF = 0x1p63;
-  static constexpr double WHOLE = 0x1.8p52;
+  static constexpr double WHOLE = 0x1.8p115;
   static constexpr double PER_RADIAN = 0x1.45f306dc9c883p-3;
   static constexpr double REST = -0x1.6b01ec5417056p-57;
 };
@@ -66,24 +66,25 @@ __device__ __forceinline__ Turns<T> turns_of(T angle) {
   return {turns, std::fma(angle, Of::PER_RADIAN, -turns) + angle * Of::REST};
 }
 
-// A number of turns without the whole ones. What is not finite gives any phase: see to it that it shows elsewhere.
+// A number of 2^-31 (2^-63) turns, without the whole ones. What is not finite gives any phase: see to it that it shows
+// elsewhere.
 template <typename T>
-__device__ __forceinline__ Phase<T> phase_of_turns(T turns) {
+__device__ __forceinline__ Phase<T> phase_of_parts(T parts) {
   using Of = detail::PhaseOf<T>;
-  const T whole = (turns + Of::WHOLE) - Of::WHOLE;  // rounded, as no digits after the point are left of the sum
-  const T part = (turns - whole) * Of::HALF;        // at most half a turn, so that its half fits with room to spare
+  const T whole = (parts + Of::WHOLE) - Of::WHOLE;  // rounded, as nothing less than a turn is left in the sum
+  const T left = parts - whole;                     // at most half a turn, which is all that an integer holds
 #if defined(__CUDACC__)
-  if constexpr (sizeof(T) == 4) return Phase<T>(__float2int_rn(part)) << 1;
-  else return Phase<T>(__double2ll_rn(part)) << 1;
+  if constexpr (sizeof(T) == 4) return Phase<T>(__float2int_rn(left)) << 1;
+  else return Phase<T>(__double2ll_rn(left)) << 1;
 #else
-  return Phase<T>(typename Of::Signed(std::rint(part))) << 1;
+  return Phase<T>(typename Of::Signed(std::rint(left))) << 1;
 #endif
 }
 
 template <typename T>
 __device__ __forceinline__ Phase<T> phase_of(T angle) {
   const Turns<T> turns = turns_of(angle);
-  return phase_of_turns(turns.rounded) + phase_of_turns(turns.rest);
+  return phase_of_parts(turns.rounded * detail::PhaseOf<T>::HALF) + phase_of_parts(turns.rest * detail::PhaseOf<T>::HALF);
 }
 
 // cos + i sin of a phase; NaN, if `nan` is, else that is 0. In float by the GPU's own sine and cosine: between -pi and

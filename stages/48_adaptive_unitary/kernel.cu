@@ -45,6 +45,8 @@ template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 template <typename T>
 constexpr T TURN = T(6.28318530717958647692);  // in radians
+template <typename T>
+constexpr T PER_TURN = detail::PhaseOf<T>::HALF;
 
 // ---------------------------------------------------------------------------------------------------------------------
 template <typename T>
@@ -99,12 +101,12 @@ __device__ __forceinline__ void split(T value, Part<T> (&parts)[PARTS<T>]) {
     parts[1] = __float_as_uint(value - __uint_as_float(parts[0]));
   }
 }
-// Of an angle in radians, in turns.
+// Of an angle in radians, in the parts of a turn that a phase counts.
 template <typename T>
 __device__ __forceinline__ void split_turns(T angle, Part<T> (&parts)[PARTS<T>]) {
   const Turns<T> turns = turns_of(angle);
-  split(turns.rounded, parts);
-  if constexpr (sizeof(T) == 4) parts[1] = to_tf32(__uint_as_float(parts[1]) + turns.rest);
+  split(turns.rounded * PER_TURN<T>, parts);
+  if constexpr (sizeof(T) == 4) parts[1] = to_tf32(__uint_as_float(parts[1]) + turns.rest * PER_TURN<T>);
 }
 
 // d += a b, as mma. Of floats all but the product of the two small parts, which is nothing beside the rounding.
@@ -304,7 +306,7 @@ __device__ __forceinline__ void turn(Complex<T> (&e)[EACH], Phase<T>& phase, con
                                      Phase<T> bias) {
   Phase<T> turned[EACH], sum = 0;
   UNROLL
-  for (int k = 0; k < EACH; ++k) turned[k] = sum += phase_of_turns(turns[k / 2][2 * i + k % 2]) + bias;
+  for (int k = 0; k < EACH; ++k) turned[k] = sum += phase_of_parts(turns[k / 2][2 * i + k % 2]) + bias;
   const Sum<Phase<T>> parts = sum_of_parts(sum);
   UNROLL
   for (int k = 0; k < EACH; ++k) {
@@ -395,8 +397,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const auto keep = [&](int64_t tile) {
       const int64_t j = state0 + own.row + 8 * own.part;
       if (sums.size[0] == 0 || own.part >= 2 || j >= states) return;
-      sums(tile, batch, channel, j) = own.part ? sum[1] : sum[0];
-      reinterpret_cast<Phase<T>&>(phases(tile, batch, channel, j)) = own.part ? phase[1] : phase[0];
+      const int64_t at = (tile * gridDim.x + blockIdx.x) * states + j;
+      sums.data[at] = own.part ? sum[1] : sum[0];
+      reinterpret_cast<Phase<T>&>(phases.data[at]) = own.part ? phase[1] : phase[0];
     };
 
     fetch(shared.coming, u, batch, 0, 0);
@@ -586,6 +589,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     T gates = 0;  // of the step that a lane of the last warp finishes: its part of dD
     for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
       const int64_t state0 = block0 + warp * ROWS;
+      const int rows = int(min(states - state0, int64_t(ROWS))) - own.row;
       load_weights(shared.weights[warp], x, channel, state0, 0);
       Walker<T> walker[2] = {{0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}};
       Complex<T> q[2] = {0, 0}, both[2] = {0, 0};  // both: the sum of p conj(dq)
@@ -654,17 +658,16 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       int now = 0;  // which of the two tiles
       for (int64_t tile = tiles - 1; tile >= 0; --tile) {
         const int64_t t0 = tile * STEPS;
-        if (own.part < 2 && state0 + own.row + 8 * own.part < states) {
-          const int64_t j = state0 + own.row + 8 * own.part;
-          pulls(tile, batch, channel, j) = own.part ? walker[1].pull : walker[0].pull;
-          leans(tile, batch, channel, j) = own.part ? walker[1].lean : walker[0].lean;
+        const int64_t at = ((tile * batches + batch) * channels + channel) * states + state0 + own.row;
+        if (own.part < 2 && 8 * own.part < rows) {
+          pulls.data[at + 8 * own.part] = own.part ? walker[1].pull : walker[0].pull;
+          leans.data[at + 8 * own.part] = own.part ? walker[1].lean : walker[0].lean;
         }
         Phase<T> phase[2] = {0, 0};
         UNROLL
         for (int i = 0; i < 2; ++i) {
-          const int64_t j = state0 + own.row + 8 * i;
-          if (j < states) phase[i] = reinterpret_cast<const Phase<T>&>(phases(tile, batch, channel, j));
-          walker[i].p = j < states ? sums(tile, batch, channel, j) : Complex<T>(0);
+          if (8 * i < rows) phase[i] = reinterpret_cast<const Phase<T>&>(phases.data[at + 8 * i]);
+          walker[i].p = 8 * i < rows ? sums.data[at + 8 * i] : Complex<T>(0);
         }
         Angles<T> angles = {};
         for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
@@ -829,7 +832,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       UNROLL
       for (int col = 0; col < EACH; ++col) {
         T& sum = of_u[i / 2][col % 4][i % 2 * 2 + col / 4];
-        if (row < rows && col < cols) add(word[col], sum * TURN<T>, first);
+        if (row < rows && col < cols) add(word[col], sum * (TURN<T> / PER_TURN<T>), first);
         sum = 0;
       }
     }
@@ -884,16 +887,18 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       const int64_t channel_next = same ? channel : channel + 1, state_next = same ? state0 + ROWS : 0;
       Walker<T> walker[2] = {{0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}};
       Phase<T> phase[2] = {0, 0}, bias[2] = {0, 0};
+      const int64_t row = channel * states + state0 + own.row;
+      const int64_t place_of_start = batch * channels * states + row, at = tile * batches * channels * states + place_of_start;
+      const int rows = int(min(states - state0, int64_t(ROWS))) - own.row;
       UNROLL
       for (int i = 0; i < 2; ++i) {
-        const int64_t j = state0 + own.row + 8 * i;
-        if (j >= states) continue;
-        phase[i] = reinterpret_cast<const Phase<T>&>(phases(tile, batch, channel, j));
-        bias[i] = phase_of(x_bias(channel, j));
-        walker[i].p = sums(tile, batch, channel, j);
-        walker[i].pull = pulls(tile, batch, channel, j), walker[i].lean = leans(tile, batch, channel, j);
-        walker[i].bc = bc(j);
-        if (start.size[0]) walker[i].start = start(batch, channel, j);
+        if (8 * i >= rows) continue;
+        phase[i] = reinterpret_cast<const Phase<T>&>(phases.data[at + 8 * i]);
+        bias[i] = phase_of(x_bias(channel, state0 + own.row + 8 * i));
+        walker[i].p = sums.data[at + 8 * i];
+        walker[i].pull = pulls.data[at + 8 * i], walker[i].lean = leans.data[at + 8 * i];
+        walker[i].bc = bc(state0 + own.row + 8 * i);
+        if (start.size[0]) walker[i].start = start.data[place_of_start + 8 * i];
       }
       Angles<T> angles = {};
       for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
