@@ -84,7 +84,8 @@ __device__ __forceinline__ Phase<T> phase_of_parts(T parts) {
 template <typename T>
 __device__ __forceinline__ Phase<T> phase_of(T angle) {
   const Turns<T> turns = turns_of(angle);
-  return phase_of_parts(turns.rounded * detail::PhaseOf<T>::HALF) + phase_of_parts(turns.rest * detail::PhaseOf<T>::HALF);
+  return phase_of_parts(turns.rounded * detail::PhaseOf<T>::HALF) +
+         phase_of_parts(turns.rest * detail::PhaseOf<T>::HALF);
 }
 
 // cos + i sin of a phase; NaN, if `nan` is, else that is 0. In float by the GPU's own sine and cosine: between -pi and

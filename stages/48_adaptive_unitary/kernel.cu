@@ -34,13 +34,13 @@
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int WARPS = 4;               // of a block
-constexpr int ROWS = 16;               // states of a warp: a lane has two of them, eight apart
-constexpr int STATES = WARPS * ROWS;   // of a block at a time
-constexpr int EACH = 8;                // steps of a lane
-constexpr int STEPS = 4 * EACH;        // of a tile: four lanes share a state, each has a part of the time
-constexpr int INPUTS = 32;             // rows of u, and columns of x, at a time
-constexpr int BLOCKS = 4;              // a multiprocessor
+constexpr int WARPS = 4;              // of a block
+constexpr int ROWS = 16;              // states of a warp: a lane has two of them, eight apart
+constexpr int STATES = WARPS * ROWS;  // of a block at a time
+constexpr int EACH = 8;               // steps of a lane
+constexpr int STEPS = 4 * EACH;       // of a tile: four lanes share a state, each has a part of the time
+constexpr int INPUTS = 32;            // rows of u, and columns of x, at a time
+constexpr int BLOCKS = 4;             // a multiprocessor
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 template <typename T>
@@ -469,9 +469,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 // What a lane knows of one of its states as it walks: at first after its last step, in the end before its first one.
 template <typename T>
 struct Walker {
-  Complex<T> p;     // before the step
-  Complex<T> pull;  // conj(B) m
-  T lean;           // Im(m conj(h[0]))
+  Complex<T> p;          // before the step
+  Complex<T> pull;       // conj(B) m
+  T lean;                // Im(m conj(h[0]))
   Complex<T> bc, start;  // B C and C h[0], by which q adds to pull and lean
 
   __device__ __forceinline__ void add(Complex<T> dq) {
@@ -547,8 +547,9 @@ struct BackwardTiles {
   T sums[2][WARPS][STEPS];
 };
 
+// MANY: there are more than INPUTS channels, so that u and dx pass by piece by piece.
 // grid (places d), block (32 WARPS): each place takes every `places`-th batch.
-template <typename T>
+template <typename T, bool MANY>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     adaptive_unitary_backward(View<const T, 3> dy,              // [batch, channels, seq]
                               View<const Complex<T>, 3> dlast,  // [batch, channels, states]
@@ -581,7 +582,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int64_t places = dx.size[0], tiles = ceil_div(seq, STEPS);
   const int64_t place = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool many = channels > INPUTS;
   const Lane own;
 
   for (int64_t batch = place; batch < batches; batch += places) {
@@ -670,13 +670,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           walker[i].p = 8 * i < rows ? sums.data[at + 8 * i] : Complex<T>(0);
         }
         Angles<T> angles = {};
-        for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
+        for (int64_t r0 = 0; MANY ? r0 < channels : r0 == 0; r0 += INPUTS) {
           __syncthreads();  // this tile is there, v and g too, and the sums of the one before; nobody needs its u any more
-          const bool more = r0 + INPUTS < channels;
-          fetch(shared.coming, u, batch, more || many ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
+          const bool more = MANY && r0 + INPUTS < channels;
+          fetch(shared.coming, u, batch, more || MANY ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
           if (!more) find(t0 - STEPS, v_next, g_next);
           if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);
-          if (many) load_weights(shared.weights[warp], x, channel, state0, r0);
+          if (MANY) load_weights(shared.weights[warp], x, channel, state0, r0);
           add_product(angles, shared.weights[warp], shared.tile[now]);
           if (!more) {
             T v[EACH], g[EACH], dv[EACH] = {};
@@ -705,15 +705,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
               q[i] = q[i] + of_q.all;
             }
             shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(dv);
-            if (!many) add_outer_product(shared.of_x, angles, shared.tile[now]);
+            if (!MANY) add_outer_product(shared.of_x, angles, shared.tile[now]);
             if (warp == 0) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
           }
           now = 1 - now;
           fill(shared.tile[now], shared.coming);
         }
-        for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
+        for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {
           __syncthreads();  // this tile is there; nobody needs the one before any more
-          const bool more = r0 + INPUTS < channels;
+          const bool more = MANY && r0 + INPUTS < channels;
           fetch(shared.coming, u, batch, more ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
           add_outer_product(shared.of_x, angles, shared.tile[now]);
           add_dx(r0, fresh && tile == tiles - 1);
@@ -725,7 +725,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       __syncthreads();  // the sums of the first tile are there
       finish(0);
 
-      if (!many) add_dx(0, fresh);
+      if (!MANY) add_dx(0, fresh);
       UNROLL
       for (int i = 0; i < 2; ++i) {
         both[i] = sum_of_parts(both[i]).all, of_bias[i] = sum_of_parts(of_bias[i]).all;
@@ -759,7 +759,7 @@ struct InputTiles {
 };
 
 // grid (ceil(B tiles / WARPS) parts), block (32 WARPS): each of `parts` blocks sums up its part of the channels.
-template <typename T>
+template <typename T, bool MANY>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     input_gradient(View<const T, 3> dy,              // [batch, channels, seq]
                    View<const T, 3> u,               // [batch, channels, seq]
@@ -782,7 +782,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int64_t given = blockIdx.x / parts * WARPS + warp, walk = min(given, batches * tiles - 1);
   const int64_t batch = walk / tiles, tile = walk % tiles, t0 = tile * STEPS;
   const int64_t channel0 = channels * place / parts, channel1 = channels * (place + 1) / parts;
-  const bool many = channels > INPUTS;
   const Lane own;
 
   const auto load_u = [&](int64_t r0) {
@@ -857,7 +856,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       for (int m = 0; m < 2; ++m) {
         Left<T> left;
         tile_of_x.load_left(left, 4 * own.part + 2 * k, 16 * m + 2 * own.row);
-       UNROLL
+        UNROLL
         for (int n = 0; n < 4; ++n) multiply<T>(product[m][n], left, right[n]);
       }
     }
@@ -874,7 +873,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   T piece[4];
   fetch_x(piece, channel0, 0, 0);
   fill_x(shared.x[0], piece);
-  if (!many) load_u(0);
+  if (!MANY) load_u(0);
   int now = 0;
   for (int64_t channel = channel0; channel < channel1; ++channel) {
     const int64_t t = t0 + lane;
@@ -888,7 +887,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       Walker<T> walker[2] = {{0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}};
       Phase<T> phase[2] = {0, 0}, bias[2] = {0, 0};
       const int64_t row = channel * states + state0 + own.row;
-      const int64_t place_of_start = batch * channels * states + row, at = tile * batches * channels * states + place_of_start;
+      const int64_t place_of_start = batch * channels * states + row,
+                    at = tile * batches * channels * states + place_of_start;
       const int rows = int(min(states - state0, int64_t(ROWS))) - own.row;
       UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -901,11 +901,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (start.size[0]) walker[i].start = start.data[place_of_start + 8 * i];
       }
       Angles<T> angles = {};
-      for (int64_t r0 = 0; r0 < channels; r0 += INPUTS) {
+      for (int64_t r0 = 0; MANY ? r0 < channels : r0 == 0; r0 += INPUTS) {
         __syncthreads();  // this tile of x is there; nobody needs the one before any more
-        const bool more = r0 + INPUTS < channels, stay = more || many;
+        const bool more = MANY && r0 + INPUTS < channels, stay = more || MANY;
         fetch_x(piece, stay ? channel : channel_next, stay ? state0 : state_next, more ? r0 + INPUTS : 0);
-        if (many) load_u(r0);
+        if (MANY) load_u(r0);
         UNROLL
         for (int m = 0; m < INPUTS / 16; ++m) {
           Part<T> four[2][PARTS<T>][4];
@@ -953,14 +953,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             store_row(&shared.angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.part], found);
           }
           __syncwarp();  // these angles are there
-          if (!many) add_product_of_angles(shared.x[now]);
+          if (!MANY) add_product_of_angles(shared.x[now]);
         }
         now = 1 - now;
         fill_x(shared.x[now], piece);
       }
-      for (int64_t r0 = 0; many && r0 < channels; r0 += INPUTS) {
+      for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {
         __syncthreads();  // this tile of x is there; nobody needs the one before any more
-        const bool more = r0 + INPUTS < channels;
+        const bool more = MANY && r0 + INPUTS < channels;
         fetch_x(piece, more ? channel : channel_next, more ? state0 : state_next, more ? r0 + INPUTS : 0);
         add_product_of_angles(shared.x[now]);
         add_du(r0, channel == channel0 && state0 == 0);
@@ -969,7 +969,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       }
     }
   }
-  if (!many) add_du(0, true);
+  if (!MANY) add_du(0, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -988,9 +988,9 @@ void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Inpu
                       Output<4> phases, Stream stream) {
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), sizeof(ForwardTiles<T>), stream, u.as<T>(), dt.as<T>(), x.as<T>(),
-                                x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), y.as<T>(),
-                                w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
+    launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), sizeof(ForwardTiles<T>), stream, u.as<T>(),
+                                dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(),
+                                state.as<C2>(), y.as<T>(), w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
   });
 }
 
@@ -1003,15 +1003,19 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
   const int64_t batches = u.size[0], channels = u.size[1], tiles = ceil_div(u.size[2], STEPS);
   dispatch_wide(u.dtype, [&]<typename T>() {
     using C2 = Complex<T>;
-    launch<adaptive_unitary_backward<T>>({dx.size[0] * channels}, dim3(32 * WARPS), sizeof(BackwardTiles<T>), stream, dy.as<T>(),
-                                         dlast.as<C2>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(),
-                                         C.as<C2>(), D.as<T>(), z.as<T>(), state.as<C2>(), w.as<T>(), sums.as<C2>(),
-                                         phases.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(), dstate.as<C2>(),
-                                         pulls.as<C2>(), leans.as<T>(), dx.as<T>(), dbias.as<T>(), dB.as<C2>(),
-                                         dC.as<C2>(), dD.as<T>());
-    launch<input_gradient<T>>({ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS),
-                              sizeof(InputTiles<T>), stream, dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(),
-                              x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(), sums.as<C2>(), phases.as<T>(),
-                              read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
+    const auto run = [&]<bool MANY>() {
+      launch<adaptive_unitary_backward<T, MANY>>(
+          {dx.size[0] * channels}, dim3(32 * WARPS), sizeof(BackwardTiles<T>), stream, dy.as<T>(), dlast.as<C2>(),
+          u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(),
+          state.as<C2>(), w.as<T>(), sums.as<C2>(), phases.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(),
+          dstate.as<C2>(), pulls.as<C2>(), leans.as<T>(), dx.as<T>(), dbias.as<T>(), dB.as<C2>(), dC.as<C2>(),
+          dD.as<T>());
+      launch<input_gradient<T, MANY>>(
+          {ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS), sizeof(InputTiles<T>), stream,
+          dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(),
+          sums.as<C2>(), phases.as<T>(), read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
+    };
+    if (channels > INPUTS) run.template operator()<true>();
+    else run.template operator()<false>();
   });
 }
