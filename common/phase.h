@@ -89,27 +89,17 @@ __device__ __forceinline__ Phase<T> phase_of(T angle) {
 }
 
 // cos + i sin of a phase; NaN, if `nan` is, else that is 0. In float by the GPU's own sine and cosine: between -pi and
-// pi they are off by 4e-7 at most. The 23 leading bits of the phase become digits of a float between 1 and 2.
+// pi they are off by 4e-7 at most.
 template <typename T>
 __device__ __forceinline__ Complex<T> unit(Phase<T> phase, T nan = 0) {
-  using Signed = typename detail::PhaseOf<T>::Signed;
+  using Of = detail::PhaseOf<T>;
+  const T angle = T(typename Of::Signed(phase)) * T(3.14159265358979323846 / Of::HALF) + nan;
   T sine, cosine;
-  if constexpr (sizeof(T) == 4) {
-    const float turns = __uint_as_float(uint32_t((Signed(phase) >> 9) + 0x3fc00000)) - 1.5f;
-    const float angle = turns * 6.28318531f + nan;
 #if defined(__CUDACC__)
-    __sincosf(angle, &sine, &cosine);
+  if constexpr (sizeof(T) == 4) __sincosf(angle, &sine, &cosine);
+  else sincospi(T(typename Of::Signed(phase)) / Of::HALF + nan, &sine, &cosine);
 #else
-    sine = std::sin(angle), cosine = std::cos(angle);
+  sine = std::sin(angle), cosine = std::cos(angle);
 #endif
-  } else {
-    const double half_turns = double(Signed(phase)) / detail::PhaseOf<T>::HALF + nan;
-#if defined(__CUDACC__)
-    sincospi(half_turns, &sine, &cosine);
-#else
-    const double angle = half_turns * 3.14159265358979323846;
-    sine = std::sin(angle), cosine = std::cos(angle);
-#endif
-  }
   return {cosine, sine};
 }

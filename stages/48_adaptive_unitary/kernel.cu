@@ -239,13 +239,15 @@ __device__ __forceinline__ void load_weights(Weights<T>& weights, const View<con
   const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 4 * own.part;
 #pragma unroll 1
   for (int k = 0; k < INPUTS / 8; ++k) {
+    Left<T> left;
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int row = i % 2 * 8, col = k / 2 * 16 + k % 2 * 2 + i / 2;
       Part<T> parts[PARTS<T>];
       split_turns(row < rows && col < cols ? word[row * x.stride[1] + col * x.stride[2]] : T(0), parts);
-      for (int n = 0; n < PARTS<T>; ++n) weights.of_lane[k][n][threadIdx.x % 32][i] = parts[n];
+      for (int n = 0; n < PARTS<T>; ++n) left[n][i] = parts[n];
     }
+    for (int n = 0; n < PARTS<T>; ++n) store_row(weights.of_lane[k][n][threadIdx.x % 32], left[n]);
   }
 }
 
