@@ -9,17 +9,20 @@
 //           the phase does not: it is a whole number of 2^-32 turns, whose sums are exact. So the backward walks the
 //           same way back: it subtracts what was added, with s as it was at the end of every slab of time to start
 //           from. With m = conj(E) lambda, which is a sum, too: dtheta = Im(m[t] conj(s[t - 1])).
-// Mapping   block: one channel of one batch, all T steps.  thread: one state, its phase and s in registers.
-//           tile: STEPS steps. For these all theta at once, a product out of shared memory, then the walk, then the sum
-//           over the states. Backward: slab by slab of time from the end; a slab's dtheta stay in the L2 cache until
-//           two products have made du and dx of them. No two blocks add to one number: each has a place of its own.
-// Cost      float32, row-major, d = P INPUTS, n = W LANES, T = L STEPS; each of b d blocks, X = 1 if P = 1, else L P:
-//             global load sectors   W (56 + 256 X + 64 L P + 8 L)      store sectors      W (24 + 4 L)
-//             shared loads          W L (576 P + 64) wavefronts        shared stores      W (64 X + 16 L P + 34 L)
-//             barriers              W L (2 P + 2)
-//           backward: b d n T dtheta are stored once and loaded twice, in slabs that a cache holds
+//           The angles are a product of matrices, which the tensor cores make: floats as sums of two that have 11 bits.
+// Mapping   block: one channel of one batch, all T steps.  warp: 16 states, the rows of a product.  Four lanes share
+//           two states; each walks a quarter of a tile's STEPS steps, once to find what the others have to add to theirs,
+//           a second time with it. While a tile is walked, u of the next one comes. No two blocks add to one number.
+//           Backward: the same walk from the end gives dx; a second one, all tiles at a time, a warp each, gives du,
+//           the sum over all channels. Both make dtheta anew, which is cheaper than memory for it.
+// Cost      float32, row-major, d = P INPUTS, n = W STATES, T = L STEPS; each of b d blocks; X = 1 (P = 1) or 1 + L P
+//             global load sectors   W (88 + 1024 X + 128 L P + 16 L) + L   store sectors   W (16 + 8 L)
+//             shared loads          W (32 + 416 L P + 36 L) wavefronts     barriers        W (L P + 1)
+//             shared stores         W (65 + 128 X + 64 L P + 5 L)          copies          W (32 + 128 L P)
+//           Backward: 24 bytes are kept of each state for each tile.
 // Limits    Sequences one after another: few batches and channels leave much of the card idle, however long they are.
-//           More than LANES states take a walk for each LANES of them.
+//           More than STATES states take a walk for each STATES of them. More than INPUTS channels send dx, and the
+//           sums of du, through memory tile by tile.
 // Run       python -m stages run 48
 
 #include <type_traits>
@@ -143,23 +146,23 @@ __device__ __forceinline__ void store_row(T* to, const T (&values)[COUNT]) {
 }
 
 // ---- a tile of time -------------------------------------------------------------------------------------------------
-// Who does what in a warp. Lane 4 row + part has the states row and row + 8, and of each the steps from EACH part on.
+// Who does what in a warp: lane 4 row + quarter has the states row and row + 8, and of each a quarter of the steps.
 struct Lane {
-  int row = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
+  int row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
 };
 
-// INPUTS columns of numbers in their parts. Lanes read four neighbours at once; eight lanes read those of two rows, all
-// of the row's half or a quarter of it, which with this PITCH are all the banks, and with this SKEW between the rows of
-// two lanes' parts, too.
+// Rows of INPUTS numbers, of float32 in two planes, and a gap after each quarter of them. 16 bytes of eight lanes at a
+// time are all the banks: two rows of one quarter, four places of each, as neighbouring rows lie half of the banks apart;
+// and one row of each quarter, two places, as quarters lie a quarter of the banks apart.
 constexpr int PITCH = INPUTS + 16, SKEW = 8;
-template <typename T, int ROWS_OF_PART>
+template <typename T, int ROWS_OF_QUARTER>
 struct Tile {
-  alignas(16) Part<T> part[PARTS<T>][4][ROWS_OF_PART * PITCH + SKEW];
+  alignas(16) Part<T> part[PARTS<T>][4][ROWS_OF_QUARTER * PITCH + SKEW];
 
   __device__ __forceinline__ void load(Part<T> (&values)[PARTS<T>][4], int row, int col) const {
     UNROLL
     for (int i = 0; i < PARTS<T>; ++i)
-      load_row(values[i], &part[i][row / ROWS_OF_PART][row % ROWS_OF_PART * PITCH + col]);
+      load_row(values[i], &part[i][row / ROWS_OF_QUARTER][row % ROWS_OF_QUARTER * PITCH + col]);
   }
   // Two neighbours of a row and of the next one.
   __device__ __forceinline__ void load_left(Left<T>& left, int row, int col) const {
@@ -167,7 +170,7 @@ struct Tile {
     for (int i = 0; i < PARTS<T>; ++i) {
       UNROLL
       for (int k = 0; k < 2; ++k) {
-        const Part<T>* from = &part[i][row / ROWS_OF_PART][(row % ROWS_OF_PART + k) * PITCH + col];
+        const Part<T>* from = &part[i][row / ROWS_OF_QUARTER][(row % ROWS_OF_QUARTER + k) * PITCH + col];
         const auto pair = load_vector<2>(from);
         left[i][2 * k] = pair[0], left[i][2 * k + 1] = pair[1];
       }
@@ -176,7 +179,7 @@ struct Tile {
   __device__ __forceinline__ void store(const Part<T> (&values)[PARTS<T>][4], int row, int col) {
     UNROLL
     for (int i = 0; i < PARTS<T>; ++i)
-      store_row(&part[i][row / ROWS_OF_PART][row % ROWS_OF_PART * PITCH + col], values[i]);
+      store_row(&part[i][row / ROWS_OF_QUARTER][row % ROWS_OF_QUARTER * PITCH + col], values[i]);
   }
 };
 template <typename T>
@@ -234,9 +237,9 @@ template <typename T>
 __device__ __forceinline__ void load_weights(Weights<T>& weights, const View<const T, 3>& x, int64_t channel,
                                              int64_t state0, int64_t r0) {
   const Lane own;
-  const T* word = &x(channel, state0 + own.row, r0 + 4 * own.part);
+  const T* word = &x(channel, state0 + own.row, r0 + 4 * own.quarter);
   const int rows = int(min(x.size[1] - state0, int64_t(ROWS))) - own.row;
-  const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 4 * own.part;
+  const int cols = int(min(x.size[2] - r0, int64_t(INPUTS))) - 4 * own.quarter;
 #pragma unroll 1
   for (int k = 0; k < INPUTS / 8; ++k) {
     Left<T> left;
@@ -268,9 +271,9 @@ __device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& 
     }
     UNROLL
     for (int n = 0; n < EACH / 2; ++n) {
-      // Column `row` of the product belongs to the lane of part row / 2.
+      // Column `row` of the product belongs to the lanes of quarter row / 2.
       Part<T> four[PARTS<T>][4];
-      tile.load(four, EACH * (own.row / 2) + 2 * n + own.row % 2, 16 * m + 4 * own.part);
+      tile.load(four, EACH * (own.row / 2) + 2 * n + own.row % 2, 16 * m + 4 * own.quarter);
       UNROLL
       for (int half = 0; half < 2; ++half) {
         Right<T> right;
@@ -288,16 +291,16 @@ struct Sum {
   T before, after, all;
 };
 template <typename T>
-__device__ __forceinline__ Sum<T> sum_of_parts(T value) {
-  const int part = Lane().part;
+__device__ __forceinline__ Sum<T> sum_of_quarters(T value) {
+  const int quarter = Lane().quarter;
   const T neighbour = __shfl_xor_sync(0xffffffffu, value, 1), pair = value + neighbour;
   const T other = __shfl_xor_sync(0xffffffffu, pair, 2);
-  return {(part % 2 ? neighbour : T(0)) + (part / 2 ? other : T(0)),
-          (part % 2 ? T(0) : neighbour) + (part / 2 ? T(0) : other), pair + other};
+  return {(quarter % 2 ? neighbour : T(0)) + (quarter / 2 ? other : T(0)),
+          (quarter % 2 ? T(0) : neighbour) + (quarter / 2 ? T(0) : other), pair + other};
 }
 template <typename T>
-__device__ __forceinline__ Sum<Complex<T>> sum_of_parts(Complex<T> value) {
-  const Sum<T> re = sum_of_parts(value.re), im = sum_of_parts(value.im);
+__device__ __forceinline__ Sum<Complex<T>> sum_of_quarters(Complex<T> value) {
+  const Sum<T> re = sum_of_quarters(value.re), im = sum_of_quarters(value.im);
   return {{re.before, im.before}, {re.after, im.after}, {re.all, im.all}};
 }
 
@@ -309,16 +312,16 @@ __device__ __forceinline__ void turn(Complex<T> (&e)[EACH], Phase<T>& phase, con
   Phase<T> turned[EACH], sum = 0;
   UNROLL
   for (int k = 0; k < EACH; ++k) turned[k] = sum += phase_of_parts(turns[k / 2][2 * i + k % 2]) + bias;
-  const Sum<Phase<T>> parts = sum_of_parts(sum);
+  const Sum<Phase<T>> others = sum_of_quarters(sum);
   UNROLL
   for (int k = 0; k < EACH; ++k) {
     const T nan = turns[k / 2][2 * i + k % 2] * T(0);  // 0, or NaN where an angle is no number
-    e[k] = unit<T>(phase + parts.before + turned[k], nan);
+    e[k] = unit<T>(phase + others.before + turned[k], nan);
   }
-  phase += parts.all;
+  phase += others.all;
 }
 
-// The sum over the states of a warp of values[k]: for step EACH part + row, in its lane.
+// The sum over the states of a warp of values[k]; a lane gets that of its step `row`.
 template <typename T>
 __device__ __forceinline__ T sum_of_states(T (&values)[EACH]) {
   UNROLL
@@ -397,11 +400,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     };
     // The states before a tile, for the backward.
     const auto keep = [&](int64_t tile) {
-      const int64_t j = state0 + own.row + 8 * own.part;
-      if (sums.size[0] == 0 || own.part >= 2 || j >= states) return;
+      const int64_t j = state0 + own.row + 8 * own.quarter;
+      if (sums.size[0] == 0 || own.quarter >= 2 || j >= states) return;
       const int64_t at = (tile * gridDim.x + blockIdx.x) * states + j;
-      sums.data[at] = own.part ? sum[1] : sum[0];
-      reinterpret_cast<Phase<T>&>(phases.data[at]) = own.part ? phase[1] : phase[0];
+      sums.data[at] = own.quarter ? sum[1] : sum[0];
+      reinterpret_cast<Phase<T>&>(phases.data[at]) = own.quarter ? phase[1] : phase[0];
     };
 
     fetch(shared.coming, u, batch, 0, 0);
@@ -426,24 +429,24 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           continue;
         }
         T v[EACH], read[EACH] = {};
-        load_row(v, &shared.v[tile % 2][EACH * own.part]);
+        load_row(v, &shared.v[tile % 2][EACH * own.quarter]);
         UNROLL
         for (int i = 0; i < 2; ++i) {
           Complex<T> e[EACH], taken = 0;
           turn(e, phase[i], turns, i, bias[i]);
           UNROLL
           for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k];
-          const Sum<Complex<T>> parts = sum_of_parts(taken);
-          Complex<T> s = sum[i] + parts.before;
+          const Sum<Complex<T>> others = sum_of_quarters(taken);
+          Complex<T> s = sum[i] + others.before;
           UNROLL
           for (int k = 0; k < EACH; ++k) {
             s = s + conj(e[k]) * v[k];
             const Complex<T> of_h = multiply_add(from_sum[i], s, from_start[i]);
             read[k] += e[k].re * of_h.re, read[k] -= e[k].im * of_h.im;
           }
-          sum[i] = sum[i] + parts.all;
+          sum[i] = sum[i] + others.all;
         }
-        shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(read);
+        shared.sums[tile % 2][warp][EACH * own.quarter + own.row] = sum_of_states(read);
         fill(shared.tile[now], shared.coming);
         if (warp == 0) shared.v[1 - tile % 2][lane] = v_next;
       }
@@ -455,18 +458,18 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     UNROLL
     for (int i = 0; i < 2; ++i) phase[i] -= bias[i] * Phase<T>(tiles * STEPS - seq);
     keep(tiles);
-    const int64_t j = state0 + own.row + 8 * own.part;
-    if (own.part < 2 && j < states) {
+    const int64_t j = state0 + own.row + 8 * own.quarter;
+    if (own.quarter < 2 && j < states) {
       const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
-      const Complex<T> s = own.part ? sum[1] : sum[0];
-      last(batch, channel, j) = unit<T>(own.part ? phase[1] : phase[0]) * multiply_add(polar(B, j), s, start);
+      const Complex<T> s = own.quarter ? sum[1] : sum[0];
+      last(batch, channel, j) = unit<T>(own.quarter ? phase[1] : phase[0]) * multiply_add(polar(B, j), s, start);
     }
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The way back. Beside s = h[0] + B p, with p the sum of v conj(E) up to a step, there is m, which a state's gradient is
-// seen from the turning frame: m = m[T] + conj(C) q, with q the sum of dy silu(z) conj(E) from a step on.
+// The way back. Beside s = h[0] + B p, with p the sum of v conj(E) up to a step, there is m, what a state's gradient is
+// in the turning frame: m = m[T] + conj(C) q, with q the sum of dy silu(z) conj(E) from a step on.
 
 // What a lane knows of one of its states as it walks: at first after its last step, in the end before its first one.
 template <typename T>
@@ -497,7 +500,7 @@ __device__ __forceinline__ void add(T& place, T value, bool fresh) {
   place = fresh ? value : place + value;
 }
 
-// dx += u dtheta^T of a tile, each lane its part: two inputs of each 16 for two states of each 8. Tensor cores cut off
+// dx += u dtheta^T of a tile, each lane its share: two inputs of each 16 for two states of each 8. Tensor cores cut off
 // what they cannot hold, so that a long sum of theirs gets ever too small: each tile's is added on its own.
 template <typename T>
 using OfX = T[2][2][32 * WARPS][4];
@@ -521,7 +524,7 @@ __device__ __forceinline__ void add_outer_product(OfX<T>& sums, const Angles<T>&
     UNROLL
     for (int m = 0; m < 2; ++m) {
       Left<T> left;
-      tile.load_left(left, EACH * own.part + 2 * k, 16 * m + 2 * own.row);
+      tile.load_left(left, EACH * own.quarter + 2 * k, 16 * m + 2 * own.row);
       UNROLL
       for (int n = 0; n < 2; ++n) multiply<T>(product[m][n], left, right[n]);
     }
@@ -588,7 +591,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
   for (int64_t batch = place; batch < batches; batch += places) {
     const bool fresh = batch == place;
-    T gates = 0;  // of the step that a lane of the last warp finishes: its part of dD
+    T gates = 0;  // of the steps that a lane of the last warp finishes: its share of dD
     for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
       const int64_t state0 = block0 + warp * ROWS;
       const int rows = int(min(states - state0, int64_t(ROWS))) - own.row;
@@ -640,7 +643,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       const auto add_dx = [&](int64_t r0, bool first) {
         UNROLL
         for (int n = 0; n < 4; ++n) {
-          const int64_t j = state0 + n / 2 * 8 + 2 * own.part + n % 2;
+          const int64_t j = state0 + n / 2 * 8 + 2 * own.quarter + n % 2;
           T* word = &dx(place, channel, j, r0 + 2 * own.row);
           const int cols = j < states ? int(min(channels - r0, int64_t(INPUTS))) - 2 * own.row : 0;
           UNROLL
@@ -661,9 +664,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       for (int64_t tile = tiles - 1; tile >= 0; --tile) {
         const int64_t t0 = tile * STEPS;
         const int64_t at = ((tile * batches + batch) * channels + channel) * states + state0 + own.row;
-        if (own.part < 2 && 8 * own.part < rows) {
-          pulls.data[at + 8 * own.part] = own.part ? walker[1].pull : walker[0].pull;
-          leans.data[at + 8 * own.part] = own.part ? walker[1].lean : walker[0].lean;
+        if (own.quarter < 2 && 8 * own.quarter < rows) {
+          pulls.data[at + 8 * own.quarter] = own.quarter ? walker[1].pull : walker[0].pull;
+          leans.data[at + 8 * own.quarter] = own.quarter ? walker[1].lean : walker[0].lean;
         }
         Phase<T> phase[2] = {0, 0};
         UNROLL
@@ -673,7 +676,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         Angles<T> angles = {};
         for (int64_t r0 = 0; MANY ? r0 < channels : r0 == 0; r0 += INPUTS) {
-          __syncthreads();  // this tile is there, v and g too, and the sums of the one before; nobody needs its u any more
+          __syncthreads();  // this tile is there, and the sums of the one before; nobody needs its u any more
           const bool more = MANY && r0 + INPUTS < channels;
           fetch(shared.coming, u, batch, more || MANY ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
           if (!more) find(t0 - STEPS, v_next, g_next);
@@ -682,15 +685,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           add_product(angles, shared.weights[warp], shared.tile[now]);
           if (!more) {
             T v[EACH], g[EACH], dv[EACH] = {};
-            load_row(v, &shared.v[tile % 2][EACH * own.part]);
-            load_row(g, &shared.g[tile % 2][EACH * own.part]);
+            load_row(v, &shared.v[tile % 2][EACH * own.quarter]);
+            load_row(g, &shared.g[tile % 2][EACH * own.quarter]);
             UNROLL
             for (int i = 0; i < 2; ++i) {
               Complex<T> e[EACH], taken = 0, given = 0;
               turn(e, phase[i], angles, i, bias[i]);
               UNROLL
               for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k], given = given + conj(e[k]) * g[k];
-              const Sum<Complex<T>> of_p = sum_of_parts(taken), of_q = sum_of_parts(given);
+              const Sum<Complex<T>> of_p = sum_of_quarters(taken), of_q = sum_of_quarters(given);
               Walker<T> at = walker[i];
               at.p = at.p + of_p.before + taken;
               at.add(of_q.after);
@@ -701,12 +704,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                 const T angle = at.step(e[k], v[k], dq);
                 dv[k] += e[k].re * at.pull.re, dv[k] -= e[k].im * at.pull.im;
                 angles[k / 2][2 * i + k % 2] = angle;
-                if (t0 + EACH * own.part + k < seq) of_bias[i] += angle;
+                if (t0 + EACH * own.quarter + k < seq) of_bias[i] += angle;
               }
               walker[i].add(of_q.all);
               q[i] = q[i] + of_q.all;
             }
-            shared.sums[tile % 2][warp][EACH * own.part + own.row] = sum_of_states(dv);
+            shared.sums[tile % 2][warp][EACH * own.quarter + own.row] = sum_of_states(dv);
             if (!MANY) add_outer_product(shared.of_x, angles, shared.tile[now]);
             if (warp == 0) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
           }
@@ -730,9 +733,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       if (!MANY) add_dx(0, fresh);
       UNROLL
       for (int i = 0; i < 2; ++i) {
-        both[i] = sum_of_parts(both[i]).all, of_bias[i] = sum_of_parts(of_bias[i]).all;
+        both[i] = sum_of_quarters(both[i]).all, of_bias[i] = sum_of_quarters(of_bias[i]).all;
         const int64_t j = state0 + own.row + 8 * i;
-        if (own.part != i || j >= states) continue;
+        if (own.quarter != i || j >= states) continue;
         const Complex<T> b = polar(B, j), c = polar(C, j);
         const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
         const Phase<T> phase = reinterpret_cast<const Phase<T>&>(phases(tiles, batch, channel, j));
@@ -794,7 +797,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         const int64_t t = t0 + EACH * (own.row / 2) + 2 * n + own.row % 2;
         UNROLL
         for (int i = 0; i < 4; ++i) {
-          const int64_t r = r0 + 16 * m + 4 * own.part + i;
+          const int64_t r = r0 + 16 * m + 4 * own.quarter + i;
           Part<T> values[PARTS<T>];
           split(t < seq && r < channels ? u(batch, r, t) : T(0), values);
           for (int k = 0; k < PARTS<T>; ++k) shared.u[warp][m][n][k][lane][i] = values[k];
@@ -822,11 +825,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     to.store(values, filled, col);
   };
 
-  T of_u[2][4][4] = {};  // [m][n][i] of input 16 m + 2 row + i / 2 and step 8 part + 4 (i % 2) + n
+  T of_u[2][4][4] = {};  // [m][n][i] of input 16 m + 2 row + i / 2, step 4 (i % 2) + n of the lane
   const auto add_du = [&](int64_t r0, bool first) {
-    T* word = &du(place, batch, r0 + 2 * own.row, t0 + EACH * own.part);
+    T* word = &du(place, batch, r0 + 2 * own.row, t0 + EACH * own.quarter);
     const int rows = given == walk ? int(min(channels - r0, int64_t(INPUTS))) - 2 * own.row : 0;
-    const int cols = int(min(seq - t0, int64_t(STEPS))) - EACH * own.part;
+    const int cols = int(min(seq - t0, int64_t(STEPS))) - EACH * own.quarter;
     UNROLL
     for (int i = 0; i < 4; ++i, word += i == 2 ? 15 * seq : seq) {
       const int row = i / 2 * 16 + i % 2;
@@ -846,7 +849,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       UNROLL
       for (int i = 0; i < 2; ++i) {
         T angles[4];
-        load_row(angles, &shared.angles[warp][own.part][(2 * k + i) * InputTiles<T>::PITCH + 4 * own.row]);
+        load_row(angles, &shared.angles[warp][own.quarter][(2 * k + i) * InputTiles<T>::PITCH + 4 * own.row]);
         UNROLL
         for (int n = 0; n < 4; ++n) {
           Part<T> values[PARTS<T>];
@@ -857,7 +860,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       UNROLL
       for (int m = 0; m < 2; ++m) {
         Left<T> left;
-        tile_of_x.load_left(left, 4 * own.part + 2 * k, 16 * m + 2 * own.row);
+        tile_of_x.load_left(left, 4 * own.quarter + 2 * k, 16 * m + 2 * own.row);
         UNROLL
         for (int n = 0; n < 4; ++n) multiply<T>(product[m][n], left, right[n]);
       }
@@ -912,7 +915,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int m = 0; m < INPUTS / 16; ++m) {
           Part<T> four[2][PARTS<T>][4];
           UNROLL
-          for (int i = 0; i < 2; ++i) shared.x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.part);
+          for (int i = 0; i < 2; ++i) shared.x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.quarter);
           UNROLL
           for (int half = 0; half < 2; ++half) {
             Left<T> left;
@@ -936,8 +939,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         if (!more) {
           T v[EACH], g[EACH];
-          load_row(v, &shared.v[warp][EACH * own.part]);
-          load_row(g, &shared.g[warp][EACH * own.part]);
+          load_row(v, &shared.v[warp][EACH * own.quarter]);
+          load_row(g, &shared.g[warp][EACH * own.quarter]);
           __syncwarp();  // nobody needs the angles before any more
           UNROLL
           for (int i = 0; i < 2; ++i) {
@@ -946,13 +949,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             UNROLL
             for (int k = 0; k < EACH; ++k) taken = taken + conj(e[k]) * v[k], given = given + conj(e[k]) * g[k];
             Walker<T>& at = walker[i];
-            at.p = at.p + sum_of_parts(taken).before + taken;
-            at.add(sum_of_parts(given).after);
+            at.p = at.p + sum_of_quarters(taken).before + taken;
+            at.add(sum_of_quarters(given).after);
             T found[EACH];
             UNROLL
             for (int k = EACH - 1; k >= 0; --k) found[k] = at.step(e[k], v[k], conj(e[k]) * g[k]);
             const int state = own.row + 8 * i;
-            store_row(&shared.angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.part], found);
+            store_row(&shared.angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.quarter], found);
           }
           __syncwarp();  // these angles are there
           if (!MANY) add_product_of_angles(shared.x[now]);

@@ -19,9 +19,13 @@ conj(exp(i theta_(t+1))) lambda_(t+1), from the end to the beginning:
     dB_j = sum v_t E_t m_t                              dC_j = sum G_t conj(E_t s_t)
     dv_t = Re sum_j conj(E_t m_t) B_j
 
-of all i, t and batches where there is a sum; then du, dx and dx_bias are products of dtheta. s_(t-1) is found by taking
-off again what step t added, from an s that the forward has kept at the end of each SLAB of steps. All the way back from
-the last s, early states, which are small, would be the differences of large ones; see the tests for how much that is.
+of all i, t and batches where there is a sum; then du, dx and dx_bias are products of dtheta. B and C need not be in the
+sums over time: with p_t = sum v conj(E) up to t, q_t = sum G conj(E) from t on, and r = sum p_t G E_t,
+
+    s_t = h_0 + B_j p_t                                 m_t = m_T + conj(C_j) q_t
+    dB_j = sum conj(p_T) m_T + conj(C_j r)              dC_j = sum q_1 conj(h_0) + conj(B_j r)
+
+p before each TILE of steps is kept by the forward, with the phases; what m is after it, by the backward.
 
 Karuvally et al., Bridging expressivity and scalability with adaptive unitary SSMs, 2025,
 https://arxiv.org/abs/2507.05238.
@@ -68,9 +72,9 @@ WALKS = 2048  # likewise, of tiles of time
 def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register the operators of a stage and return its public function.
 
-    The operator gives y and the last state, and for its backward w, which is y before silu(z), the states in their
-    turning frame at the end of every SLAB of steps (none where nobody asks for gradients), and the last phases. A phase
-    is a whole number, and stands in a tensor of u's type by its bits.
+    The operator gives y and the last state, and for its backward w, which is y before silu(z), and the sums p and the
+    phases before every TILE of steps and at the end (none where nobody asks for gradients). A phase is a whole number,
+    and stands in a tensor of u's type by its bits.
     """
 
     def run(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
@@ -105,11 +109,11 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         grads = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
         if not u.numel():
             return *(x.zero_() for x in grads[:-1]), grads[-1].copy_(dlast)
-        (batches, channels, seq), states, tiles = u.shape, x.shape[1], -(-u.shape[2] // TILE)
+        (batches, channels, _), states, tiles = u.shape, x.shape[1], -(-u.shape[2] // TILE)
         du, ddt, *_, dz, dstate = grads
         pulls = operator.empty((tiles, *dstate.shape), like=B)
         leans = operator.empty(pulls.shape, like=u)
-        # What is added up for all batches, one place for each of a group; the order of the sums is always the same.
+        # What is added up over batches, and over channels, in places of its own; the order is always the same.
         places = min(batches, -(-PLACES // channels))
         of_x = operator.empty((places, *x.shape), like=u)
         of_bias = operator.empty((places, channels, states), like=u)
