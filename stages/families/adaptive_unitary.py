@@ -106,27 +106,29 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         return *grads, None if state is None else dstate, None
 
     def run_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, state, w, sums, phases) -> tuple[Tensor, ...]:
-        grads = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
         if not u.numel():
-            return *(x.zero_() for x in grads[:-1]), grads[-1].copy_(dlast)
+            *grads, dstate = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
+            return *(x.zero_() for x in grads), dstate.copy_(dlast)
         (batches, channels, _), states, tiles = u.shape, x.shape[1], -(-u.shape[2] // TILE)
-        du, ddt, *_, dz, dstate = grads
+        ddt, dz, dstate = (operator.empty(t.shape, like=t) for t in (dt, z, dlast))
         pulls = operator.empty((tiles, *dstate.shape), like=B)
         leans = operator.empty(pulls.shape, like=u)
         # What is added up over batches, and over channels, in places of its own; the order is always the same.
-        places = min(batches, -(-PLACES // channels))
+        places, parts = min(batches, -(-PLACES // channels)), min(channels, -(-WALKS // (batches * tiles)))
+        of_u = operator.empty((1 + parts, *u.shape), like=u)
         of_x = operator.empty((places, *x.shape), like=u)
         of_bias = operator.empty((places, channels, states), like=u)
-        of_b, of_c = (operator.empty((places, channels, states), like=B) for _ in range(2))
+        of_bc = operator.empty((2, places, channels, states), like=B)
         of_d = operator.empty((places, channels), like=u)
-        of_u = operator.empty((min(channels, -(-WALKS // (batches * tiles))), *u.shape), like=u)
+        bc = torch.stack((B, C))
+        bc_polar = polar(bc)
         initial = operator.empty((0, 0, 0), like=B) if state is None else state
-        start = initial if state is None else polar(C) * state
-        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, polar(B) * polar(C), start)
-        scratch = (pulls, leans, of_x, of_bias, of_b, of_c, of_d, of_u)
-        kernels.launch("adaptive_unitary_backward", u.device, *given, du, ddt, dz, dstate, *scratch)
-        db, dc = through_polar(B, of_b.sum((0, 1))), through_polar(C, of_c.sum((0, 1)))
-        return du.add_(of_u.sum(0)), ddt, of_x.sum(0), of_bias.sum(0), db, dc, of_d.sum(0), dz, dstate
+        start = initial if state is None else bc_polar[1] * state
+        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, bc_polar.prod(0), start)
+        scratch = (of_u[0], ddt, dz, dstate, pulls, leans, of_x, of_bias, *of_bc, of_d, of_u[1:])
+        kernels.launch("adaptive_unitary_backward", u.device, *given, *scratch)
+        db, dc = through_polar(bc, of_bc.sum((1, 2)))
+        return of_u.sum(0), ddt, of_x.sum(0), of_bias.sum(0), db.clone(), dc.clone(), of_d.sum(0), dz, dstate
 
     def fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, *_) -> tuple[Tensor, ...]:
         return tuple(operator.empty(t.shape, like=t) for t in (u, dt, x, x_bias, B, C, D, z, dlast))
