@@ -368,6 +368,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1], tiles = ceil_div(seq, STEPS);
   const int64_t batch = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool finishes = warp == 0, prepares = warp == WARPS - 1;  // steps of time, a lane one of a tile's
   const Lane own;
 
   for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       bias[i] = phase_of(angle), sum[i].re = angle * T(0);  // 0, or NaN where an angle is no number
     }
 
-    // The steps of one warp's lanes: what goes into them, and what comes out when all warps have summed.
+    // What goes into a step, and what comes out when all warps have summed.
     const auto find_v = [&](int64_t t0) {
       const int64_t t = t0 + lane;
       return t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
@@ -409,7 +410,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
     fetch(shared.coming, u, batch, 0, 0);
     fill(shared.tile[0], shared.coming);
-    if (warp == 0) shared.v[0][lane] = find_v(0);
+    if (prepares) shared.v[0][lane] = find_v(0);
     int now = 0;  // which of the two tiles
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t t0 = tile * STEPS;
@@ -419,8 +420,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         __syncthreads();  // this tile is there, v too, and the sums of the one before; nobody needs its u any more
         const bool more = r0 + INPUTS < channels;
         fetch(shared.coming, u, batch, more ? t0 : t0 + STEPS, more ? r0 + INPUTS : 0);
-        const T v_next = warp == 0 && !more ? find_v(t0 + STEPS) : T(0);
-        if (warp == WARPS - 1 && r0 == 0 && tile > 0) finish(t0 - STEPS);
+        const T v_next = prepares && !more ? find_v(t0 + STEPS) : T(0);
+        if (finishes && r0 == 0 && tile > 0) finish(t0 - STEPS);
         if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);
         add_product(turns, shared.weights[warp], shared.tile[now]);
         now = 1 - now;
@@ -448,11 +449,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         shared.sums[tile % 2][warp][EACH * own.quarter + own.row] = sum_of_states(read);
         fill(shared.tile[now], shared.coming);
-        if (warp == 0) shared.v[1 - tile % 2][lane] = v_next;
+        if (prepares) shared.v[1 - tile % 2][lane] = v_next;
       }
     }
     __syncthreads();  // the last sums are there
-    if (warp == WARPS - 1 && tiles > 0) finish((tiles - 1) * STEPS);
+    if (finishes && tiles > 0) finish((tiles - 1) * STEPS);
 
     // Past the end nothing has been taken up, but the biases have turned the states on. Whole numbers go back exactly.
     UNROLL
@@ -587,11 +588,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int64_t places = dx.size[0], tiles = ceil_div(seq, STEPS);
   const int64_t place = blockIdx.x / channels, channel = blockIdx.x % channels;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool finishes = warp == 0, prepares = warp == WARPS - 1;
   const Lane own;
 
   for (int64_t batch = place; batch < batches; batch += places) {
     const bool fresh = batch == place;
-    T gates = 0;  // of the steps that a lane of the last warp finishes: its share of dD
+    T gates = 0;  // of the steps that a lane finishes: its share of dD
     for (int64_t block0 = 0; block0 == 0 || block0 < states; block0 += STATES) {
       const int64_t state0 = block0 + warp * ROWS;
       const int rows = int(min(states - state0, int64_t(ROWS))) - own.row;
@@ -616,13 +618,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       const auto find = [&](int64_t t0, T& v, T& g) {
         const int64_t t = t0 + lane;
         v = g = 0;
-        if (warp || t < 0 || t >= seq) return;
+        if (!prepares || t < 0 || t >= seq) return;
         v = dt(batch, channel, t) * silu(u(batch, channel, t));
         g = dy(batch, channel, t) * silu(z(batch, channel, t));
       };
       const auto finish = [&](int64_t tile) {
         const int64_t t = tile * STEPS + lane;
-        if (warp < WARPS - 1 || t >= seq) return;
+        if (!finishes || t >= seq) return;
         T dv = block0 ? ddt(batch, channel, t) : T(0);
         for (int i = 0; i < WARPS; ++i) dv += shared.sums[tile % 2][i][lane];
         if (block0 + STATES < states) {
@@ -659,7 +661,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       fetch(shared.coming, u, batch, (tiles - 1) * STEPS, 0);
       fill(shared.tile[0], shared.coming);
       find((tiles - 1) * STEPS, v_next, g_next);
-      if (warp == 0) shared.v[(tiles - 1) % 2][lane] = v_next, shared.g[(tiles - 1) % 2][lane] = g_next;
+      if (prepares) shared.v[(tiles - 1) % 2][lane] = v_next, shared.g[(tiles - 1) % 2][lane] = g_next;
       int now = 0;  // which of the two tiles
       for (int64_t tile = tiles - 1; tile >= 0; --tile) {
         const int64_t t0 = tile * STEPS;
@@ -711,7 +713,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             }
             shared.sums[tile % 2][warp][EACH * own.quarter + own.row] = sum_of_states(dv);
             if (!MANY) add_outer_product(shared.of_x, angles, shared.tile[now]);
-            if (warp == 0) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
+            if (prepares) shared.v[1 - tile % 2][lane] = v_next, shared.g[1 - tile % 2][lane] = g_next;
           }
           now = 1 - now;
           fill(shared.tile[now], shared.coming);
@@ -747,7 +749,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       }
     }
     for (int apart = 16; apart > 0; apart /= 2) gates += __shfl_xor_sync(0xffffffffu, gates, apart);
-    if (threadIdx.x == 32 * (WARPS - 1)) add(dD(place, channel), gates, fresh);
+    if (threadIdx.x == 0) add(dD(place, channel), gates, fresh);
   }
 }
 
