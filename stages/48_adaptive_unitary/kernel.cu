@@ -43,7 +43,8 @@ constexpr int STATES = WARPS * ROWS;  // of a block at a time
 constexpr int EACH = 8;               // steps of a lane
 constexpr int STEPS = 4 * EACH;       // of a tile: four lanes share a state, each has a part of the time
 constexpr int INPUTS = 32;            // rows of u, and columns of x, at a time
-constexpr int BLOCKS = 4;             // a multiprocessor
+template <typename T>
+constexpr int BLOCKS = 16 / int(sizeof(T));  // a multiprocessor: doubles need twice the registers
 template <typename T>
 constexpr int WIDE = 16 / int(sizeof(T));  // elements that 16 bytes hold
 template <typename T>
@@ -348,7 +349,7 @@ struct ForwardTiles {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
     adaptive_unitary(View<const T, 3> u,               // [batch, channels, seq]
                      View<const T, 3> dt,              // [batch, channels, seq]
                      View<const T, 3> x,               // [channels, states, channels]
@@ -556,7 +557,7 @@ struct BackwardTiles {
 // MANY: there are more than INPUTS channels, so that u and dx pass by piece by piece.
 // grid (places d), block (32 WARPS): each place takes every `places`-th batch.
 template <typename T, bool MANY>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
     adaptive_unitary_backward(View<const T, 3> dy,              // [batch, channels, seq]
                               View<const Complex<T>, 3> dlast,  // [batch, channels, states]
                               View<const T, 3> u,               // [batch, channels, seq]
@@ -767,7 +768,7 @@ struct InputTiles {
 
 // grid (ceil(B tiles / WARPS) parts), block (32 WARPS): each of `parts` blocks sums up its part of the channels.
 template <typename T, bool MANY>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
     input_gradient(View<const T, 3> dy,              // [batch, channels, seq]
                    View<const T, 3> u,               // [batch, channels, seq]
                    View<const T, 3> dt,              // [batch, channels, seq]

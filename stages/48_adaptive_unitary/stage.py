@@ -35,8 +35,8 @@ stage = Stage(
     lesson="states that turn: a sum in a frame that turns along, phases in whole numbers",
     cost=cost,
     aligned=(1, INPUTS, STATES, STEPS),
-    registers=255,
-    spills=True,  # of the backward, a few words a tile
+    registers=255,  # in double
+    spills=True,  # of the backward, a dozen words a tile
 )
 
 AGAIN = "x is loaded again as it was: only counts with d = INPUTS tell, which the tests compare"
