@@ -9,7 +9,8 @@
 //   Tf32: K = 8, one value a register, a float whose 13 low bits are ignored
 //     a[0] = A[g][t]               a[1] = A[g+8][t]               b[0] = B[t][g]
 //     a[2] = A[g][t+4]             a[3] = A[g+8][t+4]             b[1] = B[t+4][g]
-//   and of D, in both cases,
+//   double: K = 8, one value a register pair, and where that value belongs as for Tf32
+//   and of D, in all cases,
 //     d[0] = D[g][2t]      d[1] = D[g][2t+1]      d[2] = D[g+8][2t]      d[3] = D[g+8][2t+1]
 //
 // What a register packs lies along K. So load_matrices brings `a` from an A stored by rows and `b` from a B stored by
@@ -77,6 +78,19 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 }
 #undef MMA
 
+// The same of doubles, each product and sum rounded once. A GPU does it in four parts of 8 x 4 by 4 x 8.
+__device__ __forceinline__ void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                   : "+d"(d[2 * row]), "+d"(d[2 * row + 1])
+                   : "d"(a[2 * half + row]), "d"(b[half]));
+    }
+  }
+}
+
 // The nearest value with 10 bits of mantissa, of two equally near the one farther from zero. Infinities and NaN stay.
 __device__ __forceinline__ uint32_t to_tf32(float value) {
   uint32_t bits;
@@ -90,6 +104,7 @@ namespace simt {
 enum class Factor { half, bfloat16, tf32 };
 void load_matrices(uint32_t* fragment, int count, bool transposed, const void* row, const char* file, int line);
 void mma(Factor factor, float* d, const uint32_t* a, const uint32_t* b, const char* file, int line);
+void mma(double* d, const double* a, const double* b, const char* file, int line);
 }  // namespace simt
 
 __forceinline__ void load_matrices(uint32_t (&fragment)[4], const void* row, SIMT_CALLER) {
@@ -113,6 +128,9 @@ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
                             : std::is_same_v<T, bfloat16> ? Factor::bfloat16
                                                           : Factor::tf32;
   simt::mma(FACTOR, d, a, b, file, line);
+}
+__forceinline__ void mma(double (&d)[4], const double (&a)[4], const double (&b)[2], SIMT_CALLER) {
+  simt::mma(d, a, b, file, line);
 }
 
 __forceinline__ uint32_t to_tf32(float value) {

@@ -564,13 +564,14 @@ ROUNDED = {
     "half": lambda v: v.half().float(),
     "bfloat16": lambda v: v.bfloat16().float(),
     "tf32": lambda v: (v.view(torch.int32) & ~0x1FFF).view(torch.float32),
+    "double": lambda v: v,
 }
 
 
-@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32", "shared_half", "shared_bfloat16"])
+@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32", "double", "shared_half", "shared_bfloat16"])
 def test_products(matrices, name):
     """The fragments are filled from the layouts in mma.h, or by ldmatrix; the truth is in float64."""
-    inner, rounded = 8 if name == "tf32" else 16, ROUNDED[name.removeprefix("shared_")]
+    inner, rounded = 8 if name in ("tf32", "double") else 16, ROUNDED[name.removeprefix("shared_")]
     for seed, schedule in enumerate(("forward", "reverse", "random")):
         for module in matrices.modules.values():
             module.configure(schedule=schedule, seed=seed)
@@ -581,9 +582,9 @@ def test_products(matrices, name):
         torch.testing.assert_close(y.reshape(16, 8).double(), truth, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32"])
+@pytest.mark.parametrize("name", ["half", "bfloat16", "tf32", "double"])
 def test_products_of_infinities_and_nan(matrices, name):
-    inner = 8 if name == "tf32" else 16
+    inner = 8 if name in ("tf32", "double") else 16
     a, b = torch.ones(16, inner), torch.ones(inner, 8)
     a[2, 1], a[5, 3], a[9, 0], b[3, 6] = torch.inf, torch.nan, -torch.inf, 0
     a[11, 3], b[0, 2], b[1, 4] = torch.inf, 0, -1

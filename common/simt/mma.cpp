@@ -97,6 +97,29 @@ void multiply_all(void* const* arguments, unsigned mask) {
   }
 }
 
+struct Doubles {
+  double* d;
+  const double *a, *b;
+  unsigned met = 0;
+};
+
+void multiply_doubles(void* const* arguments, unsigned mask) {
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) static_cast<Doubles*>(arguments[lane])->met = mask;
+  }
+  if (mask != WARP) return;
+  for (int lane = 0; lane < 32; ++lane) {
+    const Doubles& own = *static_cast<Doubles*>(arguments[lane]);
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 * 4, col = (lane % 4 * 2 + i % 2) * 4;  // the first of the lanes that hold it
+      for (int k = 0; k < 8; ++k) {
+        const double a = static_cast<Doubles*>(arguments[row + k % 4])->a[k / 4 * 2 + i / 2];
+        own.d[i] = std::fma(a, static_cast<Doubles*>(arguments[col + k % 4])->b[k / 4], own.d[i]);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void load_matrices(uint32_t* fragment, int count, bool transposed, const void* row, const char* file, int line) {
@@ -115,6 +138,11 @@ void mma(Factor factor, float* d, const uint32_t* a, const uint32_t* b, const ch
                                                                : multiply_all<Factor::tf32>;
   Factors argument{d, a, b};
   meet_warp(operation, argument, "mma, which needs all 32 lanes of the warp", "mma", file, line);
+}
+
+void mma(double* d, const double* a, const double* b, const char* file, int line) {
+  Doubles argument{d, a, b};
+  meet_warp(multiply_doubles, argument, "mma, which needs all 32 lanes of the warp", "mma", file, line);
 }
 
 }  // namespace simt

@@ -4,37 +4,28 @@ from stages.families import adaptive_unitary
 from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
-LANES, STEPS, INPUTS = 64, 16, 32  # states of a block, steps of a tile, inputs of a tile
-WARPS = LANES // 32
+STATES, STEPS, INPUTS, WARPS = 64, 32, 32, 4  # states and warps of a block, steps and inputs of a tile
 
 
 def cost(b: int, d: int, n: int, T: int, itemsize: int) -> Counts:
-    """The forward without what a backward needs. A block walks through all tiles of time once for LANES states."""
-    walks, tiles, parts = n // LANES, T // STEPS, d // INPUTS
-    each, wide = itemsize, itemsize // 4  # sectors of 32 words side by side; those of 8, and wavefronts of 32
-    blocks = b * d
-    # Of x the tile stays where it is while there is but one; u, dt, z and D or w are needed for a tile of time.
-    tiles_of_x = walks * (parts * tiles if parts > 1 else 1)
-    loads_of_x, loads_of_u = tiles_of_x * INPUTS * WARPS, walks * tiles * parts * STEPS * INPUTS // 32
-    gates = walks * tiles * WARPS
+    """The forward without what a backward needs. A block walks through all tiles of time once for STATES states."""
+    walks, tiles, parts = n // STATES, T // STEPS, d // INPUTS
+    blocks, wide = b * d, itemsize // 4
+    # Of x the tile stays where it is while there is but one; after the last tile of u one of zeros is filled in.
+    of_x, of_u = 1 + (tiles * parts if parts > 1 else 0), tiles * parts
+    twice = wide - 1  # rows of doubles are twice as long, and meet in the same banks
     return Counts(
-        load_requests=blocks * (walks * WARPS * 4 + loads_of_x + loads_of_u + gates * 4),
-        load_sectors=blocks
-        * (
-            walks * WARPS * 7 * each
-            + (loads_of_x + loads_of_u) * each
-            + gates * 3 * wide
-            + tiles * WARPS * (1 + (walks - 1) * wide)
-        ),
-        store_requests=blocks * (walks * WARPS * 2 + gates * 2),
-        store_sectors=blocks * (walks * WARPS * 3 * each + gates * 2 * wide),
-        # For each input: one word of x, and 16 bytes of u at a time, the same for all lanes, in two wavefronts.
-        # For each step: v, the same for all, and the sum over the states.
-        shared_load_wavefronts=blocks
-        * gates
-        * (parts * INPUTS * (wide + 2 * STEPS * itemsize // 16) + STEPS * (1 + wide)),
-        shared_store_wavefronts=blocks * wide * (loads_of_x + loads_of_u + gates * (1 + STEPS)),
-        barriers=blocks * walks * tiles * (2 * parts + 2),
+        load_requests=blocks * (walks * (WARPS * (10 + 16 * of_x + 8 * of_u) + 4 * tiles) + tiles),
+        load_sectors=blocks * (walks * wide * (88 + 1024 * of_x + 128 * of_u + 16 * tiles) + tiles),
+        store_requests=blocks * walks * (WARPS + 2 * tiles),
+        store_sectors=blocks * walks * wide * (16 + 8 * tiles),
+        # A tile: 16 bytes of x a lane for each 8 inputs and part, four times as many of u, and the copies of the next.
+        shared_load_wavefronts=blocks * walks * (32 * wide * (1 + 13 * of_u + tiles) + (4 * wide + 64 * twice) * tiles),
+        shared_load_conflicts=blocks * walks * twice * (384 * of_u + 64 * tiles),
+        shared_store_wavefronts=blocks * walks * wide * (128 * of_x + 64 * (1 + of_u) + 1 + (5 + 4 * twice) * tiles),
+        shared_store_conflicts=blocks * walks * twice * (128 * of_x + 64 * (1 + of_u) + 8 * tiles),
+        shared_copy_wavefronts=blocks * walks * (32 * wide + 128 * of_u),
+        barriers=blocks * walks * (1 + of_u),
     )
 
 
@@ -43,8 +34,9 @@ stage = Stage(
     family=adaptive_unitary,
     lesson="states that turn: a sum in a frame that turns along, phases in whole numbers",
     cost=cost,
-    aligned=(1, INPUTS, LANES, STEPS),
-    registers=255,  # in double; there are no more threads than states, so each may have many
+    aligned=(1, INPUTS, STATES, STEPS),
+    registers=255,  # in double
+    spills=True,  # of the backward, a dozen words a tile
 )
 
 AGAIN = "x is loaded again as it was: only counts with d = INPUTS tell, which the tests compare"

@@ -19,9 +19,13 @@ conj(exp(i theta_(t+1))) lambda_(t+1), from the end to the beginning:
     dB_j = sum v_t E_t m_t                              dC_j = sum G_t conj(E_t s_t)
     dv_t = Re sum_j conj(E_t m_t) B_j
 
-of all i, t and batches where there is a sum; then du, dx and dx_bias are products of dtheta. s_(t-1) is found by taking
-off again what step t added, from an s that the forward has kept at the end of each SLAB of steps. All the way back from
-the last s, early states, which are small, would be the differences of large ones; see the tests for how much that is.
+of all i, t and batches where there is a sum; then du, dx and dx_bias are products of dtheta. B and C need not be in the
+sums over time: with p_t = sum v conj(E) up to t, q_t = sum G conj(E) from t on, and r = sum p_t G E_t,
+
+    s_t = h_0 + B_j p_t                                 m_t = m_T + conj(C_j) q_t
+    dB_j = sum conj(p_T) m_T + conj(C_j r)              dC_j = sum q_1 conj(h_0) + conj(B_j r)
+
+p before each TILE of steps is kept by the forward, with the phases; what m is after it, by the backward.
 
 Karuvally et al., Bridging expressivity and scalability with adaptive unitary SSMs, 2025,
 https://arxiv.org/abs/2507.05238.
@@ -60,68 +64,71 @@ DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 INCUMBENT = "the formula in torch, cumulative sums of all states"
 
-SLAB = 128  # steps between two states that the forward keeps, and of the backward's walk at a time
-SCRATCH = 1 << 22  # numbers of dtheta at a time, if one batch has no more: 16 MB in float32, which a GPU's L2 holds
+TILE = 32  # steps of a kernel's tile: what a state is before each of them is kept for the backward
+PLACES = 1024  # sums over time, one for each channel, that the backward has under way, if there are so many: for a GPU
+WALKS = 2048  # likewise, of tiles of time
 
 
 def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register the operators of a stage and return its public function.
 
-    The operator gives y and the last state, and for its backward w, which is y before silu(z), the states in their
-    turning frame at the end of every SLAB of steps (none where nobody asks for gradients), and the last phases. A phase
-    is a whole number, and stands in a tensor of u's type by its bits.
+    The operator gives y and the last state, and for its backward w, which is y before silu(z), and the sums p and the
+    phases before every TILE of steps and at the end (none where nobody asks for gradients). A phase is a whole number,
+    and stands in a tensor of u's type by its bits.
     """
 
     def run(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
         results = fake(u, dt, x, x_bias, B, C, D, z, state, save)
         initial = operator.empty((0, 0, 0), like=B) if state is None else state
-        kernels.launch("adaptive_unitary", u.device, u, dt, x, x_bias, B, C, D, z, initial, *results, SLAB)
+        kernels.launch("adaptive_unitary", u.device, u, dt, x, x_bias, B, C, D, z, initial, *results)
         return results
 
     def fake(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *x_bias.shape)
-        slabs = -(-u.shape[2] // SLAB) if save else 0
         y, w = (operator.empty(u.shape, like=u) for _ in range(2))
-        last, ends = operator.empty(of_states, like=B), operator.empty((slabs, *of_states), like=B)
-        return y, w, last, ends, operator.empty(of_states, like=u)
+        kept = (-(-u.shape[2] // TILE) + 1 if save else 0, *of_states)
+        return y, w, operator.empty(of_states, like=B), operator.empty(kept, like=B), operator.empty(kept, like=u)
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         *tensors, state, _ = inputs
-        _, w, _, ends, phases = output
-        ctx.with_state = state is not None
-        ctx.save_for_backward(*tensors, w, ends, phases)
-        ctx.mark_non_differentiable(w, ends, phases)
+        _, w, _, sums, phases = output
+        ctx.save_for_backward(*tensors, state, w, sums, phases)
+        ctx.mark_non_differentiable(w, sums, phases)
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx, dy: Tensor | None, _w, dlast: Tensor | None, _ends, _phases) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx, dy: Tensor | None, _w, dlast: Tensor | None, _sums, _phases) -> tuple[Tensor | None, ...]:
         if dy is None and dlast is None:
             return (None,) * 10
-        u, B, x_bias = ctx.saved_tensors[0], ctx.saved_tensors[4], ctx.saved_tensors[3]
+        u, B, x_bias, state = (ctx.saved_tensors[i] for i in (0, 4, 3, 8))
         dy = u.new_zeros(()).expand(u.shape) if dy is None else dy
         dlast = B.new_zeros(()).expand(u.shape[0], *x_bias.shape) if dlast is None else dlast
         *grads, dstate = compute_backward(dy, dlast, *ctx.saved_tensors)
-        return *grads, dstate if ctx.with_state else None, None
+        return *grads, None if state is None else dstate, None
 
-    def run_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, w, ends, phases) -> tuple[Tensor, ...]:
-        grads = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
+    def run_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, state, w, sums, phases) -> tuple[Tensor, ...]:
         if not u.numel():
-            return *(x.zero_() for x in grads[:-1]), grads[-1].copy_(dlast)
-        (batches, channels, _), states = u.shape, x.shape[1]
-        group = min(batches, max(1, SCRATCH // max(1, SLAB * channels * states)))
-        du, ddt, *_, dz, dstate = grads
-        earlier = operator.empty(dstate.shape, like=u)
-        dtheta = operator.empty((group, SLAB, channels * states), like=u)
-        # What is added up for all batches, one place for each of a group; the order of the sums is always the same.
-        of_bias = operator.empty((group, channels, states), like=u)
-        of_b, of_c = (operator.empty((group, channels, states), like=B) for _ in range(2))
-        of_d = operator.empty((group, channels), like=u)
-        of_x = operator.empty((group, channels, channels * states), like=u)
-        scratch = (earlier, dtheta, of_bias, of_b, of_c, of_d, of_x)
-        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, w, ends, phases)
-        kernels.launch("adaptive_unitary_backward", u.device, *given, du, ddt, dz, dstate, *scratch)
-        dx = of_x.sum(0).view(channels, channels, states).permute(1, 2, 0).contiguous()
-        db, dc = through_polar(B, of_b.sum((0, 1))), through_polar(C, of_c.sum((0, 1)))
-        return du, ddt, dx, of_bias.sum(0), db, dc, of_d.sum(0), dz, dstate
+            *grads, dstate = fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z)
+            return *(x.zero_() for x in grads), dstate.copy_(dlast)
+        (batches, channels, _), states, tiles = u.shape, x.shape[1], -(-u.shape[2] // TILE)
+        ddt, dz, dstate = (operator.empty(t.shape, like=t) for t in (dt, z, dlast))
+        pulls = operator.empty((tiles, *dstate.shape), like=B)
+        leans = operator.empty(pulls.shape, like=u)
+        # What is added up over batches, and over channels, in places of its own; the order is always the same.
+        places, parts = min(batches, -(-PLACES // channels)), min(channels, -(-WALKS // (batches * tiles)))
+        of_u = operator.empty((1 + parts, *u.shape), like=u)
+        of_x = operator.empty((places, *x.shape), like=u)
+        of_bias = operator.empty((places, channels, states), like=u)
+        of_bc = operator.empty((2, places, channels, states), like=B)
+        of_d = operator.empty((places, channels), like=u)
+        bc = torch.stack((B, C))
+        bc_polar = polar(bc)
+        initial = operator.empty((0, 0, 0), like=B) if state is None else state
+        start = initial if state is None else bc_polar[1] * state
+        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, bc_polar.prod(0), start)
+        scratch = (of_u[0], ddt, dz, dstate, pulls, leans, of_x, of_bias, *of_bc, of_d, of_u[1:])
+        kernels.launch("adaptive_unitary_backward", u.device, *given, *scratch)
+        db, dc = through_polar(bc, of_bc.sum((1, 2)))
+        return of_u.sum(0), ddt, of_x.sum(0), of_bias.sum(0), db.clone(), dc.clone(), of_d.sum(0), dz, dstate
 
     def fake_backward(dy, dlast, u, dt, x, x_bias, B, C, D, z, *_) -> tuple[Tensor, ...]:
         return tuple(operator.empty(t.shape, like=t) for t in (u, dt, x, x_bias, B, C, D, z, dlast))
@@ -132,7 +139,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     tensors = "Tensor u, Tensor dt, Tensor x, Tensor x_bias, Tensor B, Tensor C, Tensor D, Tensor z"
     compute_backward = operator.register(
         f"{name}_backward",
-        f"(Tensor dy, Tensor dlast, {tensors}, Tensor w, Tensor ends, Tensor phases)"
+        f"(Tensor dy, Tensor dlast, {tensors}, Tensor? state, Tensor w, Tensor sums, Tensor phases)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         run_backward,
         fake=fake_backward,
@@ -141,7 +148,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     compute = operator.register(
         name,
         f"({tensors}, Tensor? state=None, bool save=True)"
-        " -> (Tensor y, Tensor w, Tensor last, Tensor ends, Tensor phases)",
+        " -> (Tensor y, Tensor w, Tensor last, Tensor sums, Tensor phases)",
         run,
         fake=fake,
         setup_context=setup_context,

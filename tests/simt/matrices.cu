@@ -33,6 +33,15 @@ __global__ void product(In x, Out y) {
   for (int i = 0; i < 4; ++i) y((g + 8 * (i / 2)) * 8 + 2 * t + i % 2) = d[i];
 }
 
+__global__ void product_of_doubles(In x, Out y) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  double a[4], b[2], d[4] = {1, 1, 1, 1};
+  for (int i = 0; i < 4; ++i) a[i] = x((g + 8 * (i % 2)) * 8 + t + 4 * (i / 2));
+  for (int i = 0; i < 2; ++i) b[i] = x(16 * 8 + (t + 4 * i) * 8 + g);
+  mma(d, a, b);
+  for (int i = 0; i < 4; ++i) y((g + 8 * (i / 2)) * 8 + 2 * t + i % 2) = float(d[i]);
+}
+
 // The same from shared memory by ldmatrix: A by rows, B by rows and transposed on the way.
 template <typename T>
 __global__ void product_from_shared(In x, Out y) {
@@ -81,6 +90,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL("half", product<half, 16>);
   KERNEL("bfloat16", product<bfloat16, 16>);
   KERNEL("tf32", product<Tf32, 8>);
+  KERNEL("double", product_of_doubles);
   KERNEL("shared_half", product_from_shared<half>);
   KERNEL("shared_bfloat16", product_from_shared<bfloat16>);
   KERNEL("gather_4", gather<4, false>);
