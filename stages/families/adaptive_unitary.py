@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.families import Work, check_fellow, check_tensor, random, shape, unit_roundoff, widened
+from stages.families import Choice, Work, check_fellow, check_tensor, random, shape, unit_roundoff, widened
 from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
@@ -261,6 +261,25 @@ def check(
                 f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and x is {shape(x)}; allowed: {letters}, "
                 f"here {allowed}"
             )
+
+
+FASTEST = ("48_adaptive_unitary",)
+
+
+def choose(
+    u: Tensor,
+    dt: Tensor,
+    x: Tensor,
+    x_bias: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    state: Tensor | None = None,
+) -> Choice:
+    """There is one."""
+    check(u, dt, x, x_bias, B, C, D, z, state)
+    return Choice("48_adaptive_unitary", "the only one")
 
 
 def make(

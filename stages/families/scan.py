@@ -30,6 +30,7 @@ from torch import Tensor
 from stages.families import (
     COMPLEX,
     FLOATING,
+    Choice,
     Work,
     check_fellow,
     check_tensor,
@@ -216,6 +217,41 @@ def check(a: Tensor, b: Tensor, h0: Tensor | None = None, time_dim: int = 1, rev
             f"{CALL}: h0 is {shape(h0)} and a is {shape(a)} with time_dim={time_dim}; allowed: (B, D), "
             f"here ({a.shape[0]}, {a.shape[3 - time_dim]})"
         )
+
+
+FASTEST = ("41_scan_pipelined", "44_scan_warp", "45_scan_lookback", "47_scan_complex")
+STRIP = 32  # channels side by side that are one block's in stages 41 and 45
+# From here on all 132 multiprocessors of an H100 have enough to do though nobody cuts time. A strip has 12 KB and more
+# on their way: with 32 of them stage 41 copies at a quarter of the card's rate, with 384 at nine tenths. A row of stage
+# 44 has 8 KB, and two on a multiprocessor are what it takes.
+ENOUGH_STRIPS, ENOUGH_ROWS = 128, 264
+# Steps from which on it pays to cut time nevertheless: stage 41 takes 16 ns for a step, stage 44 0.7 ns for one of its
+# row, and the second launch and the look back of stage 45 cost about 10 us.
+LONG_STRIP, LONG_ROW = 1024, 8192
+
+
+def choose(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Choice:
+    """By the type, by what lies side by side in h and in the gradients, and by how many channels there are and steps.
+
+    h and the gradients are contiguous as [B, T, D] or, with time_dim=2, as [B, D, T], whatever the strides of a and b.
+    """
+    check(a, b, h0, time_dim, reverse)
+    if a.is_complex():
+        return Choice("47_scan_complex", "the numbers are complex")
+    batch, seq, channels = a.shape[0], a.shape[time_dim], a.shape[3 - time_dim]
+    if time_dim == 1 and channels != 1:
+        if batch * -(-channels // STRIP) >= ENOUGH_STRIPS:
+            return Choice("41_scan_pipelined", "channels lie side by side, and there are enough of them")
+        if seq < LONG_STRIP:
+            return Choice("41_scan_pipelined", "channels lie side by side; they are few, but so are the steps")
+        return Choice("45_scan_lookback", "channels lie side by side, few, with many steps: time is cut between blocks")
+    if batch * channels >= ENOUGH_ROWS:
+        return Choice("44_scan_warp", "steps lie side by side, and there are enough channels")
+    if seq < LONG_ROW:
+        return Choice("44_scan_warp", "steps lie side by side; channels are few, but so are the steps")
+    if time_dim == 1:  # [B, T, 1], of which stage 45 would give a lane all
+        return Choice("44_scan_warp", "a single channel: steps lie side by side")
+    return Choice("45_scan_lookback", "steps lie side by side, many, of few channels: time is cut between blocks")
 
 
 def make(
