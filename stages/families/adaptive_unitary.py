@@ -58,7 +58,7 @@ XRAY = (1, 4, 64, 128)
 BENCH = {"cpu": ((1, 32, 64, 128),), "cuda": ((16, 32, 64, 2048), (16, 32, 64, 16384))}
 DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-INCUMBENT = "the formula in torch, cumulative sums of all states"
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, cumulative sums of all states
 
 SLAB = 128  # steps between two states that the forward keeps, and of the backward's walk at a time
 SCRATCH = 1 << 22  # numbers of dtheta at a time, if one batch has no more: 16 MB in float32, which a GPU's L2 holds

@@ -60,7 +60,7 @@ PROBLEMS = (
 XRAY = (2, 64, 64)
 BENCH = {"cpu": ((2, 128, 128),), "cuda": ((8, 2048, 1536), (32, 2048, 2048), (8, 8192, 1536))}
 DTYPES = FLOATING
-INCUMBENT = "log2(T) steps in torch"
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps
 
 
 def launch(kernels: Kernels, a: Tensor, b: Tensor, h0: Tensor, h: Tensor, reverse: bool) -> None:
@@ -313,21 +313,32 @@ def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, **options: object) -
 
 
 def incumbent(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Tensor:
-    """Whole tensors at a time: each step joins every prefix with the one that ends where it begins, twice as long."""
+    """Whole tensors at a time: pairs of steps are one, pairs of pairs, ..; then the steps between, level by level.
+
+    Twice the work of a walk, whatever the length. Torch has no public operation for it, and a loop of T steps, which is
+    the formula as it stands, takes a launch or two for each.
+    """
     if reverse:
         return incumbent(a.flip(time_dim), b.flip(time_dim), h0, time_dim=time_dim).flip(time_dim)
-    seq, distance = a.shape[time_dim], 1
+    seq = a.shape[time_dim]
     if h0 is not None and seq:
         first, rest = b.split((1, seq - 1), time_dim)
         b = torch.cat((first + a.narrow(time_dim, 0, 1) * h0.unsqueeze(time_dim), rest), time_dim)
-    while distance < seq:
-        own, older = (distance, seq - distance), (seq - distance, distance)
-        (a_done, a_own), (b_done, b_own) = (x.split(own, time_dim) for x in (a, b))
-        (a_older, _), (b_older, _) = (x.split(older, time_dim) for x in (a, b))
-        b = torch.cat((b_done, a_own * b_older + b_own), time_dim)
-        a = torch.cat((a_done, a_own * a_older), time_dim)
-        distance *= 2
-    return b
+    levels = []  # the older steps of the pairs, and the step that is left over, if there is one
+    while b.shape[time_dim] > 1:
+        pairs, odd = divmod(b.shape[time_dim], 2)
+        both = (x.narrow(time_dim, 0, 2 * pairs).unflatten(time_dim, (pairs, 2)) for x in (a, b))
+        (a_older, a_newer), (b_older, b_newer) = (x.unbind(time_dim + 1) for x in both)
+        levels.append((a_older, b_older, *(x.narrow(time_dim, 2 * pairs, odd) for x in (a, b))))
+        a, b = a_newer * a_older, a_newer * b_older + b_newer
+    h = b  # after every last step of a pair
+    for a_older, b_older, a_left, b_left in reversed(levels):
+        before, last = h.split((h.shape[time_dim] - 1, 1), time_dim)
+        first, rest = b_older.split((1, b_older.shape[time_dim] - 1), time_dim)
+        between = torch.cat((first, a_older.narrow(time_dim, 1, before.shape[time_dim]) * before + rest), time_dim)
+        pairs = torch.stack((between, h), time_dim + 1).flatten(time_dim, time_dim + 1)
+        h = torch.cat((pairs, a_left * last + b_left), time_dim)
+    return h
 
 
 def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
