@@ -15,6 +15,8 @@ A family is a module of this package with these names:
     OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one)
     COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
+    SWEEP, backward_work                    if they are there: like BENCH, what stages are compared at, with one size
+                                            growing; like `work`, of the backward alone
     choose(*arguments), FASTEST             the stage that is the fastest for the arguments, and why, as a Choice; the
                                             names of all stages that it may give. It checks the arguments first.
 

@@ -56,6 +56,10 @@ PROBLEMS = (
 )
 XRAY = (1, 4, 64, 128)
 BENCH = {"cpu": ((1, 32, 64, 128),), "cuda": ((16, 32, 64, 2048), (16, 32, 64, 16384))}
+SWEEP = {
+    "cpu": tuple((1, 8, 64, 1 << n) for n in range(5, 10)),
+    "cuda": tuple((16, 32, 64, 1 << n) for n in range(7, 15)),
+}
 DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, cumulative sums of all states

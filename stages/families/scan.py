@@ -59,6 +59,10 @@ PROBLEMS = (
 )
 XRAY = (2, 64, 64)
 BENCH = {"cpu": ((2, 128, 128),), "cuda": ((8, 2048, 1536), (32, 2048, 2048), (8, 8192, 1536))}
+SWEEP = {
+    "cpu": tuple((1, 1 << n, 32) for n in range(5, 12)),
+    "cuda": tuple((1, 1 << n, 1024) for n in range(8, 17, 2)),
+}
 DTYPES = FLOATING
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps
 
@@ -345,3 +349,9 @@ def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
     """A multiplication and an addition for each element; a, b and h moved once, and h0 read."""
     batch, seq, channels = (sizes[name] for name in SIZES)
     return Work(2 * batch * seq * channels, itemsize * batch * channels * (3 * seq + 1))
+
+
+def backward_work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
+    """A multiplication and an addition for lambda, a multiplication for da; g, a and h read, da and db written."""
+    batch, seq, channels = (sizes[name] for name in SIZES)
+    return Work(3 * batch * seq * channels, itemsize * batch * channels * (5 * seq + 2))

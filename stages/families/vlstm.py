@@ -69,6 +69,10 @@ PROBLEMS = (
 )
 XRAY = (1, 2, 128, 64, 64)
 BENCH = {"cpu": ((1, 2, 256, 64, 64),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
+SWEEP = {
+    "cpu": tuple((1, 1, 1 << n, 64, 64) for n in range(5, 10)),
+    "cuda": tuple((4, 16, 1 << n, 64, 64) for n in range(8, 14)),
+}
 DTYPES = FLOATING
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, T x T matrices and all
 

@@ -34,8 +34,8 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     arguments = stage.family.make(sizes, dtype, **options)
     report = stage.xray(*arguments, **options)
     threads = sum(launch.threads for launch in report.launches)
-    plain = _median_ms(lambda: stage.function(*arguments, **options))
-    xrayed = _median_ms(lambda: stage.xray(*arguments, **options))
+    plain = median_ms(lambda: stage.function(*arguments, **options))
+    xrayed = median_ms(lambda: stage.xray(*arguments, **options))
     return {
         "ms": plain,
         "threads": threads,
@@ -46,7 +46,7 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     }
 
 
-def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
+def median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
     """The median of 5 to 50 calls, as many as fit into the budget of seconds."""
     call()
     times, start = [], time.perf_counter()

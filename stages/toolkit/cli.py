@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, chapter, device, diff, mutate, render, verify, xray
+from stages.toolkit import against, bench, build, chapter, device, diff, mutate, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -141,9 +141,50 @@ def xray_stage(options: argparse.Namespace) -> int:
     return int(bool(report.faults))
 
 
-def bench_stage(options: argparse.Namespace) -> int:
-    stage = load(options.stage)
+def bench_stages(options: argparse.Namespace) -> int:
     where = pick_device(options.device)
+    functions: dict[str, list[Stage]] = {}
+    for stage in map(load, names()):
+        functions.setdefault(stage.family.NAME, []).append(stage)
+    groups = [functions.get(name) or [load(name)] for name in options.stages]
+    chosen = [stage for group in groups for stage in group]
+    if len(set(stage.family.NAME for stage in chosen)) > 1:
+        several = ", ".join(f"{stage.number} {stage.family.NAME}" for stage in chosen)
+        raise UsageError(f"bench {' '.join(options.stages)}: allowed: stages of one function; these are {several}")
+    if len(chosen) == 1 and options.stages[0] not in functions:
+        return bench_stage(chosen[0], where, options)
+    return compare_stages(chosen, where, options)
+
+
+def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namespace) -> int:
+    """The times of several stages while a size grows; Ctrl-C leaves what was measured."""
+    family = stages[0].family
+    taken = [stage for stage in stages if options.dtype in map(_dtype_name, stage.dtypes)]
+    dtype = dtype_of((taken or stages)[0], options.dtype)
+    standard = getattr(family, "SWEEP", family.BENCH)[where]
+    problems = [sizes_of(stages[0], text) for text in options.size or ()] or list(map(stages[0].sizes, standard))
+    if against.growing(problems) is None:
+        raise UsageError(f"--size: allowed: problems that differ in one size of {', '.join(family.SIZES)}")
+    records: list[dict[str, Any]] = []
+    code = 0
+    try:
+        for record in against.measure(taken, problems, dtype, where):
+            if not records or records[-1]["sizes"] != record["sizes"]:
+                print(f"{family.NAME}: {_sizes(record['sizes'].values())}", file=sys.stderr, flush=True)
+            records.append(record)
+    except KeyboardInterrupt:
+        code = fail("interrupted", 130)
+    if not records:
+        return code or fail("nothing could be measured", 1)
+    print(json.dumps(records, indent=1) if options.json else f"{family.NAME}, {against.text(records)}")
+    if options.plot:
+        against.plot(records, options.plot)
+        if not options.json:
+            print(f"\nplot: {options.plot}")
+    return code
+
+
+def bench_stage(stage: Stage, where: str, options: argparse.Namespace) -> int:
     dtype = dtype_of(stage, options.dtype)
     problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.bench[where]))
     records = [bench.bench(stage, sizes, dtype, where) for sizes in problems]
@@ -190,7 +231,8 @@ def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
 
 
 def chapter_table(options: argparse.Namespace) -> int:
-    print(chapter.text(chapter.chapter(options.chapter, chapter.recorded())))
+    parts = chapter.parts(options.chapter, chapter.recorded())
+    print("\n\n".join(map(chapter.text, [part for part in parts if part.records] or parts[:1])))
     return 0
 
 
@@ -364,14 +406,16 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command(
         "bench",
-        bench_stage,
-        "measure a stage: on a GPU beside what you would call instead",
+        bench_stages,
+        "measure a stage, or all of a function: on a GPU beside what you would call instead",
         "bench 12 --size 1024,1024,1024 --dtype bfloat16 --plot bench.png",
         "On a GPU: medians of CUDA events over rotated inputs, the incumbent (float32 without TF32), and\n"
         "the percentage of the card's limit, measured in the same run. Without one: what the CPU device\n"
-        "itself costs.",
+        "itself costs.\n\n"
+        "Several stages, or a function such as scan, which stands for all its stages, are compared while a\n"
+        "size grows, T of a scan: forward alone, and forward and backward. Ctrl-C leaves what was measured.",
     )
-    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP + "; or a function: scan")
     sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
     sub.add_argument("--dtype", default="float32", help="default: float32")
     sub.add_argument("--json", action="store_true", help="the records as JSON")
