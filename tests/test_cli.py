@@ -9,7 +9,7 @@ import pytest
 import stages
 from stages.toolkit import bench, build, chapter, cli
 
-COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "device"]
+COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "accuracy", "device"]
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ A family is a module of this package with these names:
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
     SWEEP, backward_work                    if they are there: like BENCH, what stages are compared at, with one size
                                             growing; like `work`, of the backward alone
+    make_long(dtype, device), LONG          if they are there: arguments on which rounding errors add up, and gradients
+                                            of the results; what they are, in words. For the README's table of errors
     choose(*arguments), FASTEST             the stage that is the fastest for the arguments, and why, as a Choice; the
                                             names of all stages that it may give. It checks the arguments first.
 

@@ -289,6 +289,31 @@ def make(
     return a.to(dtype), b.to(dtype), h0.to(dtype)
 
 
+LONG = "B = 1, T = 65,536, D = 8; a = 1 - U / 512 in the first channel, .. 1 - U / 65,536 in the last, U in (0, 1)"
+
+
+def make_long(
+    dtype: torch.dtype, device: str | torch.device = "cpu", *, time_dim: int = 1, reverse: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """65536 steps of channels that remember a thousand of them to all; complex a turn by any angle.
+
+    Normal b, h0 and gradients of h; the same numbers in both layouts.
+    """
+    generator = torch.Generator(device).manual_seed(5)
+    channels, size = 8, (1, 65536, 8)
+
+    def uniform() -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64, device=generator.device)
+
+    a = 1 - uniform() / 2 ** torch.linspace(9, 16, channels, dtype=torch.float64, device=generator.device)
+    b, g, h0 = (random(shape, torch.float64, generator) for shape in (size, size, (1, channels)))
+    if dtype.is_complex:
+        a = torch.polar(a, 6.28 * uniform())
+    if time_dim == 2:
+        a, b, g = (x.mT.contiguous() for x in (a, b, g))
+    return (a.to(dtype), b.to(dtype), h0.to(dtype)), (g.to(dtype),)
+
+
 def reference(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Tensor:
     """h step by step, in float64 or complex128 of the values as they are given."""
     a, b = widened(a), widened(b)

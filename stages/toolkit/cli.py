@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import against, bench, build, chapter, device, diff, mutate, render, verify, xray
+from stages.toolkit import accuracy, against, bench, build, chapter, device, diff, mutate, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -245,6 +245,22 @@ def mutate_stages(options: argparse.Namespace) -> int:
     return max(mutate.report(load(name), options.jobs, options.list, options.record) for name in options.stages)
 
 
+def accuracy_of_stages(options: argparse.Namespace) -> int:
+    able = accuracy.stages()
+    chosen = [load(name) for name in options.stages] or able
+    if other := [stage.number for stage in chosen if stage not in able]:
+        allowed = ", ".join(stage.number for stage in able)
+        raise UsageError(f"accuracy {' '.join(other)}: allowed: stages with many steps, {allowed}")
+    family = chosen[0].family
+    print(f"{family.NAME}: {family.LONG}\nThe CPU device against float64, |x - ref| / |ref|\n")
+    entries = {stage.name: accuracy.measure(stage) for stage in chosen}
+    entries[accuracy.FORMULA] = accuracy.measure_formula(family)
+    print(accuracy.text(entries))
+    if options.record:
+        accuracy.write_record(entries)
+    return 0
+
+
 def device_facts(options: argparse.Namespace) -> int:
     parts = {f"GPU {index}": device.gpu_facts(index) for index in range(torch.cuda.device_count())}
     parts["The CPU device"] = device.cpu_facts()
@@ -449,6 +465,17 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--jobs", "-j", type=int, default=2, help="mutants at a time; default: 2")
     sub.add_argument("--list", action="store_true", help="only list the mutants")
     sub.add_argument("--record", action="store_true", help="write the score down in stages/measured/mutants.json")
+
+    sub = command(
+        "accuracy",
+        accuracy_of_stages,
+        "measure rounding errors after many steps",
+        "accuracy 41 44",
+        "Runs scans of 65,536 steps with a near 1, forward and backward, on the CPU device, and compares with\n"
+        "float64.",
+    )
+    sub.add_argument("stages", nargs="*", metavar="stage", help=STAGE_HELP + "; default: all scans")
+    sub.add_argument("--record", action="store_true", help="write the errors down in stages/measured/accuracy.json")
 
     summary = "show the facts of the GPU and of the CPU device that a kernel's author needs"
     command("device", device_facts, summary, "device")

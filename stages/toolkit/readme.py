@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, chapter, lab
+from stages.toolkit import accuracy, build, chapter, lab
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import load, names
@@ -137,6 +137,20 @@ def comparison() -> str:
     return text + "".join(f"\n- {reasons.count(why)} in shared memory: {why}" for why in dict.fromkeys(reasons))
 
 
+def accuracy_table() -> str:
+    """How far the stages' results are from float64 after many steps."""
+    record = measured("accuracy")
+    if record is None:
+        return "**Not measured yet.** `python -m stages accuracy --record`"
+    header, rows = accuracy.rows({name: own["entries"] for name, own in record["stages"].items()})
+    rows = [[name.replace(" ", chapter.NO_BREAK), *line] for name, *line in rows]
+    family = accuracy.stages()[0].family
+    return (
+        f"{family.LONG}. |x - ref| / |ref| over all channels, ref in float64; {record['device']} on "
+        f"{record['processor']}, {record['compiler']}, {record['date']}.\n\n"
+    ) + markdown(header, rows, "<<" + ">" * (len(header) - 2))
+
+
 def device_cost() -> str:
     """What the CPU device costs beside plain loops."""
     record = measured("cpu_device")
@@ -195,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "stages": stages_table,
     "xray": xray_excerpt,
     "figures": figures,
+    "accuracy": accuracy_table,
     "cpu-device": device_cost,
 }
 
