@@ -53,6 +53,15 @@ def test_on_the_cpu_device():
     assert text.count("44 warp, time_dim=2") == 2 and "forward and backward, ms" in text
 
 
+def test_options_that_are_wanted():
+    of = [stages.load(number) for number in ("40", "44", "45")]
+    records = list(against.measure(of, problems(8), torch.float32, "cpu", {"time_dim": 2}))
+    assert [r["line"] for r in records] == [
+        f"{name}, time_dim=2" for name in ("40 sequential", "44 warp", "45 lookback")
+    ]
+    assert list(against.measure(of[:1], problems(8), torch.float32, "cpu", {"time_dim": 3})) == []
+
+
 def test_a_stage_without_a_backward_has_no_time_for_it():
     of = [stages.load("21"), stages.load("22")]
     sizes = [dict(zip(of[0].family.SIZES, (1, 1, seq, 4, 4), strict=True)) for seq in (4, 8)]
@@ -145,7 +154,7 @@ def test_bench_of_several_stages(call, tmp_path):
 def test_bench_of_a_function_is_of_all_its_stages_that_take_the_dtype(call, monkeypatch):
     asked = []
 
-    def measure(chosen, sizes, dtype, device):
+    def measure(chosen, sizes, dtype, device, wanted):
         asked.append(([stage.number for stage in chosen], [tuple(s.values()) for s in sizes], dtype, device))
         return iter(())
 
@@ -166,8 +175,28 @@ def test_ctrl_c_leaves_what_was_measured(call, monkeypatch):
     code, out, err = call("bench", "scan", "--device", "cpu")
     assert code == 130 and "40 sequential  1.5" in out and err.endswith("interrupted\n")
 
+    def one(stage, sizes, *_):
+        if sizes["T"] > 4:
+            raise KeyboardInterrupt
+        return {"sizes": sizes, "dtype": "float32", **cpu, **dict.fromkeys(columns, 1.5)}
+
+    columns = ("ms", "threads", "ns_per_thread", "xray_ms", "xray_ratio")
+    monkeypatch.setattr(bench, "bench", one)
+    code, out, err = call("bench", "40", "--device", "cpu", "--size", "1,4,2", "--size", "1,5,2")
+    assert code == 130 and "1 x 4 x 2  1.5" in out and "1 x 5 x 2" not in out and err.endswith("interrupted\n")
+    assert call("bench", "40", "--device", "cpu", "--size", "1,5,2") == (130, "", "interrupted\n")
+
+
+def test_bench_with_an_option(call):
+    sizes = ("--size", "1,8,4", "--device", "cpu")
+    code, out, _ = call("bench", "45", *sizes, "--option", "time_dim=2", "--option", "reverse=True")
+    assert code == 0 and "45 lookback, time_dim=2 reverse=True" in out
+    assert call("bench", "45", *sizes, "--option", "way=round")[2] == "error: nothing could be measured\n"
+
 
 def test_what_cannot_be_compared(call):
+    code, _, err = call("bench", "45", "--option", "reverse")
+    assert (code, err) == (2, "error: --option reverse: allowed: an option and its value, such as time_dim=2\n")
     code, _, err = call("bench", "12", "41")
     assert (code, err) == (2, "error: bench 12 41: allowed: stages of one function; these are 12 matmul, 41 scan\n")
     code, _, err = call("bench", "scan", "--size", "1,2,3", "--size", "2,3,3")

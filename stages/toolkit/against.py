@@ -19,19 +19,30 @@ from stages.toolkit.verify import outputs
 
 PANELS = {"ms": "forward alone", "both_ms": "forward and backward"}
 LIMIT = "the card's limit"
+Chosen = Sequence[tuple[str, Stage, Mapping[str, Any]]]  # a line's name, its stage, the options that it is called with
 
 
 def measure(
-    stages: Sequence[Stage], problems: Sequence[Mapping[str, int]], dtype: torch.dtype, device: str
+    stages: Sequence[Stage],
+    problems: Sequence[Mapping[str, int]],
+    dtype: torch.dtype,
+    device: str,
+    wanted: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A record for each stage and problem, in their order: its `line` in a plot, its `ms`, its `both_ms` with backward.
 
     On a GPU there are also records for the family's incumbent, and for the time below which the card cannot be. What
     does not fit into memory, or cannot run, has none; stderr says so.
+
+    A stage is called with the first of its sets of options that has all that is `wanted`; without one it is left out.
     """
-    for sizes in problems:
+    chosen = []
+    for stage in stages:
+        sets = [options for options in stage.options(dtype) if (wanted or {}).items() <= options.items()]
+        chosen += [(line(stage, sets[0]), stage, sets[0])] if sets else []
+    for sizes in problems if chosen else ():
         common = {"sizes": dict(sizes), "dtype": str(dtype).removeprefix("torch."), "device": device}
-        for record in (_on_gpu if device == "cuda" else _on_cpu)(stages, sizes, dtype):
+        for record in (_on_gpu if device == "cuda" else _on_cpu)(chosen, sizes, dtype):
             yield common | record
 
 
@@ -40,25 +51,24 @@ def line(stage: Stage, options: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, (chapter.short_name(stage), chapter.dtype_name("", options).strip())))
 
 
-def _on_cpu(stages: Sequence[Stage], sizes: Mapping[str, int], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    for stage in stages:
-        options = stage.options(dtype)[0]
+def _on_cpu(chosen: Chosen, sizes: Mapping[str, int], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    for name, stage, options in chosen:
         arguments, call = stage.family.make(sizes, dtype, **options), partial(stage.function, **options)
-        record = {"line": line(stage, options), "stage": stage.name, "options": options}
+        record = {"line": name, "stage": stage.name, "options": options}
         try:
             record["ms"] = bench.median_ms(partial(call, *arguments), budget=0.5)
             if stage.gradients:
                 both = bench.with_backward(call, [x.clone() for x in outputs(call(*arguments))])
                 record["both_ms"] = bench.median_ms(partial(both, *arguments), budget=0.5)
         except NotAvailable as error:
-            _left_out(record["line"], sizes, error)
+            _left_out(name, sizes, error)
             continue
         yield record | {"cores": stage.kernels.module("simt").info().get("workers")}
 
 
-def _on_gpu(stages: Sequence[Stage], sizes: Mapping[str, int], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    family = stages[0].family
-    lines = [(line(stage, options := stage.options(dtype)[0]), stage, stage.function, options) for stage in stages]
+def _on_gpu(chosen: Chosen, sizes: Mapping[str, int], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    family = chosen[0][1].family
+    lines = [(name, stage, stage.function, options) for name, stage, options in chosen]
     formula = getattr(family, "COMPILED", False)
     # What it is called with is what the first stage is.
     lines.append(

@@ -323,8 +323,8 @@ def plot(chapter: Chapter) -> Picture | None:
                 bbox={"facecolor": picture.PANEL, "edgecolor": "none", "pad": 0.5},
             )
     axes.axhline(100, color=picture.INK, lw=1, ls=(0, (4, 3)), zorder=1)
-    lowest, highest = (most(most(points.values()) for points in series.values()) for most in (min, max))
-    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * max(highest, 100)))
+    lowest, highest = (most(100, *(y for points in series.values() for y in points.values())) for most in (min, max))
+    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * highest))
     axes.set_xticks(range(len(chapter.stages)), [short_name(stage).replace(" ", "\n", 1) for stage in chapter.stages])
     axes.yaxis.set_major_formatter(lambda value, _: chapter.library if value == 100 else f"{value:g} %")
     axes.yaxis.set_minor_formatter(lambda value, _: "")

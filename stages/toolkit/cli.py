@@ -1,6 +1,7 @@
 """The commands of `python -m stages`."""
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
@@ -151,13 +152,13 @@ def bench_stages(options: argparse.Namespace) -> int:
     if len(set(stage.family.NAME for stage in chosen)) > 1:
         several = ", ".join(f"{stage.number} {stage.family.NAME}" for stage in chosen)
         raise UsageError(f"bench {' '.join(options.stages)}: allowed: stages of one function; these are {several}")
-    if len(chosen) == 1 and options.stages[0] not in functions:
+    if len(chosen) == 1 and options.stages[0] not in functions and not options.option:
         return bench_stage(chosen[0], where, options)
     return compare_stages(chosen, where, options)
 
 
 def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namespace) -> int:
-    """The times of several stages while a size grows; Ctrl-C leaves what was measured."""
+    """The times of several stages while a size grows."""
     family = stages[0].family
     taken = [stage for stage in stages if options.dtype in map(_dtype_name, stage.dtypes)]
     dtype = dtype_of((taken or stages)[0], options.dtype)
@@ -165,15 +166,8 @@ def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namesp
     problems = [sizes_of(stages[0], text) for text in options.size or ()] or list(map(stages[0].sizes, standard))
     if against.growing(problems) is None:
         raise UsageError(f"--size: allowed: problems that differ in one size of {', '.join(family.SIZES)}")
-    records: list[dict[str, Any]] = []
-    code = 0
-    try:
-        for record in against.measure(taken, problems, dtype, where):
-            if not records or records[-1]["sizes"] != record["sizes"]:
-                print(f"{family.NAME}: {_sizes(record['sizes'].values())}", file=sys.stderr, flush=True)
-            records.append(record)
-    except KeyboardInterrupt:
-        code = fail("interrupted", 130)
+    wanted = dict(option_of(text) for text in options.option or ())
+    records, code = until_interrupted(against.measure(taken, problems, dtype, where, wanted), family.NAME)
     if not records:
         return code or fail("nothing could be measured", 1)
     print(json.dumps(records, indent=1) if options.json else f"{family.NAME}, {against.text(records)}")
@@ -184,15 +178,31 @@ def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namesp
     return code
 
 
+def until_interrupted(found: Iterable[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], int]:
+    """The records that are found, or those that were when Ctrl-C came; and the exit code. Progress goes to stderr."""
+    records: list[dict[str, Any]] = []
+    try:
+        for record in found:
+            if not records or records[-1]["sizes"] != record["sizes"]:
+                print(f"{name}: {_sizes(record['sizes'].values())}", file=sys.stderr, flush=True)
+            records.append(record)
+    except KeyboardInterrupt:
+        return records, fail("interrupted", 130)
+    return records, 0
+
+
 def bench_stage(stage: Stage, where: str, options: argparse.Namespace) -> int:
     dtype = dtype_of(stage, options.dtype)
     problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.bench[where]))
-    records = [bench.bench(stage, sizes, dtype, where) for sizes in problems]
+    found = (bench.bench(stage, sizes, dtype, where) for sizes in problems)
+    records, code = until_interrupted(found, stage.name)
+    if not records:
+        return code
     if options.plot:
         bench.plot(records, options.plot)
     if options.json:
         print(json.dumps(records, indent=1))
-        return 0
+        return code
     first, sizes = records[0], _sizes(stage.family.SIZES)
     if where == "cuda":
         print(
@@ -213,7 +223,7 @@ def bench_stage(stage: Stage, where: str, options: argparse.Namespace) -> int:
         print("\nNot compiled, and with the backward; MiB at most beside the inputs\n\n" + _beside(records, sizes))
     if options.plot:
         print(f"\nplot: {options.plot}")
-    return 0
+    return code
 
 
 def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
@@ -310,6 +320,17 @@ def sizes_of(stage: Stage, text: str) -> dict[str, int]:
         count = f"{len(wanted)} whole number{'s' if len(wanted) > 1 else ''}"
         raise UsageError(f"--size {text}: allowed: {count}, {','.join(wanted)} of {stage.family.CALL}")
     return stage.sizes(tuple(map(int, values)))
+
+
+def option_of(text: str) -> tuple[str, object]:
+    """An option of a function: "time_dim=2"."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--option {text}: allowed: an option and its value, such as time_dim=2")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def dtype_of(stage: Stage, name: str) -> torch.dtype:
@@ -434,6 +455,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP + "; or a function: scan")
     sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
     sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--option", action="append", help="compare stages with time_dim=2, for example; may be repeated")
     sub.add_argument("--json", action="store_true", help="the records as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
     add_device(sub)
