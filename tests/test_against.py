@@ -56,10 +56,10 @@ def test_on_the_cpu_device():
 def test_options_that_are_wanted():
     of = [stages.load(number) for number in ("40", "44", "45")]
     records = list(against.measure(of, problems(8), torch.float32, "cpu", {"time_dim": 2}))
-    assert [r["line"] for r in records] == [
-        f"{name}, time_dim=2" for name in ("40 sequential", "44 warp", "45 lookback")
-    ]
-    assert list(against.measure(of[:1], problems(8), torch.float32, "cpu", {"time_dim": 3})) == []
+    expected = ["40 sequential, time_dim=2", "44 warp, time_dim=2", "45 lookback, time_dim=2"]
+    assert [r["line"] for r in records] == expected
+    for device in ("cpu", "cuda"):
+        assert list(against.measure(of[:1], problems(8), torch.float32, device, {"time_dim": 3})) == []
 
 
 def test_a_stage_without_a_backward_has_no_time_for_it():
