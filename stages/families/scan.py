@@ -229,8 +229,8 @@ STRIP = 32  # channels side by side that are one block's in stages 41 and 45
 # on their way: with 32 of them stage 41 copies at a quarter of the card's rate, with 384 at nine tenths. A row of stage
 # 44 has 8 KB, and two on a multiprocessor are what it takes.
 ENOUGH_STRIPS, ENOUGH_ROWS = 128, 264
-# Steps from which on it pays to cut time nevertheless: stage 41 takes 16 ns for a step, stage 44 0.7 ns for one of its
-# row, and the second launch and the look back of stage 45 cost about 10 us.
+# Steps from which on it pays to cut time nevertheless. Stage 41 takes 16 ns for a step, stage 44 0.7 ns for one of its
+# row, measured on an H100; the second launch and the look back of stage 45 cost about 10 us, estimated.
 LONG_STRIP, LONG_ROW = 1024, 8192
 
 
@@ -253,8 +253,10 @@ def choose(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1,
         return Choice("44_scan_warp", "steps lie side by side, and there are enough channels")
     if seq < LONG_ROW:
         return Choice("44_scan_warp", "steps lie side by side; channels are few, but so are the steps")
-    if time_dim == 1:  # [B, T, 1], of which stage 45 would give a lane all
-        return Choice("44_scan_warp", "a single channel: steps lie side by side")
+    if time_dim == 1:  # [B, T, 1], of which stage 45 would give each channel a lane
+        return Choice(
+            "44_scan_warp", "a single channel; with time_dim=2, as [B, 1, T], time would be cut between blocks"
+        )
     return Choice("45_scan_lookback", "steps lie side by side, many, of few channels: time is cut between blocks")
 
 
