@@ -157,6 +157,22 @@ def test_chapters():
         chapter.chapter("77", None)
 
 
+def test_a_family_of_its_own_in_a_chapter_has_its_own_table():
+    first, second = chapter.parts("4", None)
+    assert {stage.family.NAME for stage in first.stages} == {"scan"}
+    assert [stage.number for stage in second.stages] == ["48"]
+    assert chapter.chapter("4", None).stages == first.stages
+    sizes = dict(zip(second.stages[0].family.SIZES, second.sizes[-1], strict=True))
+    run = {**RUN, "records": [record("48_adaptive_unitary", 1, both_ms=9.0, incumbent_both_ms=18.0, sizes=sizes)]}
+    run["records"][0] |= {"peak_bytes": 1 << 20, "incumbent_peak_bytes": 1 << 30, "eager_both_ms": 27.0}
+    run["records"][0] |= {"eager_peak_bytes": 1 << 31}
+    first, second = chapter.parts("4", run)
+    assert not first.records and second.records
+    text = chapter.text(second)
+    assert text.startswith("Chapter 4, ssm_adaptive_unitary, on one A Card") and "48 adaptive_unitary" in text
+    assert "Forward and backward together" in text
+
+
 def test_the_plot_is_the_same_on_every_run_and_names_its_card():
     rows = [record(name, 4096, ratio=0.01 * (1 + i)) for i, name in enumerate(stages.names()[1:])]
     rows.append(record("13_matmul_register", 4096, "bfloat16", ratio=1.5))

@@ -9,7 +9,7 @@ import pytest
 import stages
 from stages.toolkit import bench, build, chapter, cli
 
-COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "device"]
+COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "accuracy", "device"]
 
 
 @pytest.fixture
@@ -157,6 +157,12 @@ def test_chapter(call, monkeypatch):
     assert code == 0
     assert out.startswith("Chapter 1, matmul, on one A Card") and "12 shared" in out and "50.0" in out
     assert max(map(len, out.splitlines())) <= 100
+    assert call("chapter", "4")[1].startswith("Not measured yet.")
+    family = stages.load("48").family
+    sizes = dict(zip(family.SIZES, family.BENCH["cuda"][-1], strict=True))
+    run["records"].append({**record, "stage": "48_adaptive_unitary", "sizes": sizes})
+    code, out, _ = call("chapter", "4")
+    assert code == 0 and out.startswith("Chapter 4, ssm_adaptive_unitary, on one A Card")
     code, _, complaint = call("chapter", "x")
     assert (code, complaint) == (2, f"error: no chapter is called 'x'; there are: {', '.join(chapter.numbers())}\n")
 

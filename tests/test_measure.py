@@ -3,6 +3,7 @@
 import json
 import shutil
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -141,6 +142,36 @@ def test_slow_calls_are_few(clock):
     slow = sum(call == 500.0 for call, _ in clock)
     assert slow == 2 + bench.FEW
     assert 40 <= sum(call == 1.0 for call, _ in clock) <= 70
+
+
+def test_the_incumbent_is_compiled_for_each_of_many_problems(monkeypatch):
+    problems, compile_with = [], torch.compile
+
+    def backend(graph, inputs):
+        problems.append(inputs[0].shape)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(compile_with, backend=backend))
+    bench.compiled.cache_clear()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):  # as they are without
+        function = bench.compiled(lambda x: x + 1)
+        for size in range(2, 22):
+            function(torch.ones(size))
+    bench.compiled.cache_clear()
+    assert problems == [(size,) for size in range(2, 22)]
+
+
+def test_a_function_of_several_results_has_a_backward():
+    seen = []
+
+    def function(x, y, n):
+        seen.append((x.requires_grad, y.requires_grad, n))
+        return x * y, torch.complex(x, y)
+
+    x, y = torch.ones(3), torch.ones(3)
+    bench.with_backward(function, [x, torch.complex(x, y)])(x, y, 7)
+    assert seen == [(True, True, 7)] and not x.requires_grad
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def test_commands_exist():
 def test_its_code_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     exec(code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'"), {})  # the default takes its time
-    assert capsys.readouterr().out == "torch.Size([300, 100])\n"
+    assert capsys.readouterr().out == (
+        "torch.Size([300, 100])\nChoice(stage='14_matmul_pipelined', reason='tensor cores would not keep all bits')\n"
+    )
 
 
 def test_marks_that_are_missing_are_named():
@@ -62,7 +64,9 @@ def test_records_become_tables(tmp_path, monkeypatch):
     bench |= {"incumbent": "torch.matmul", "incumbent_ms": 0.5, "percent_of_limit": 12.34, "limit": "arithmetic"}
     bench |= {"ratio": 0.75}
     axpy = {**bench, "stage": "00_axpy", "sizes": {"N": 1 << 28}, "limit": "memory"}
-    (tmp_path / "bench.json").write_text(json.dumps({**machine, "records": [bench, axpy]}))
+    unitary = {**bench, "stage": "48_adaptive_unitary", "both_ms": 3.0, "incumbent_both_ms": 4.5}
+    unitary["sizes"] = {"b": 16, "d": 32, "n": 64, "T": 16384}
+    (tmp_path / "bench.json").write_text(json.dumps({**machine, "records": [bench, axpy, unitary]}))
     row = {"stage": "12_matmul_shared", "size": [1], "dtype": "float32", "xray": 2, "reason": ""}
     rows = [{**row, "count": name, "hardware": 2} for name in METRICS]
     rows[4] |= {"hardware": 1, "reason": nsight.MERGED}
@@ -76,6 +80,11 @@ def test_records_become_tables(tmp_path, monkeypatch):
         "00_axpy at 268,435,456 beside `torch.add(y, x, alpha=alpha)`, on one A Card, 2026-01-01: float32 1.5 ms "
         "against 0.5 ms, 12.3 % of what the card gave in copying."
     ) in text
+    assert (
+        "48_adaptive_unitary at 16×32×64×16,384 beside `torch.compile(formula)`, on one A Card, 2026-01-01: float32 "
+        "1.5 ms against 0.5 ms, 12.3 % of what the card gave in multiplying, with the backward 3 ms against 4.5 ms."
+    ) in text
+    assert "Chapter 2, 3" in text and "Chapter 2, 3, 4" not in text  # were not measured
     assert "8 of 9 are equal, all 4 requests and sectors" in text
     assert f"- 1 in shared memory: {nsight.MERGED}" in text
     rows[0]["hardware"] = 1

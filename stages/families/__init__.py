@@ -15,6 +15,12 @@ A family is a module of this package with these names:
     OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one)
     COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
+    SWEEP, backward_work                    if they are there: like BENCH, what stages are compared at, with one size
+                                            growing; like `work`, of the backward alone
+    make_long(dtype, device), LONG          if they are there: arguments on which rounding errors add up, and gradients
+                                            of the results; what they are, in words. For the README's table of errors
+    choose(*arguments), FASTEST             the stage that is the fastest for the arguments, and why, as a Choice; the
+                                            names of all stages that it may give. It checks the arguments first.
 
 All but `define` get the function's keyword options, those of `Stage.options`, as keywords.
 """
@@ -34,6 +40,13 @@ class Work(NamedTuple):
 
     operations: int
     bytes: int
+
+
+class Choice(NamedTuple):
+    """The stage that is the fastest for the arguments of a call, and why."""
+
+    stage: str  # "41_scan_pipelined"
+    reason: str
 
 
 def check_tensor(
@@ -111,6 +124,13 @@ def widened(x: Tensor) -> Tensor:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of rounding a value to the dtype, half the distance to its neighbour."""
     return torch.finfo(dtype).eps / 2
+
+
+def block_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have on a GPU; on the CPU device as many as on an H100."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

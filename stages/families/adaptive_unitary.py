@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.families import Work, check_fellow, check_tensor, random, shape, unit_roundoff, widened
+from stages.families import Choice, Work, check_fellow, check_tensor, random, shape, unit_roundoff, widened
 from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
@@ -60,9 +60,13 @@ PROBLEMS = (
 )
 XRAY = (1, 4, 64, 128)
 BENCH = {"cpu": ((1, 32, 64, 128),), "cuda": ((16, 32, 64, 2048), (16, 32, 64, 16384))}
+SWEEP = {
+    "cpu": tuple((1, 8, 64, 1 << n) for n in range(5, 10)),
+    "cuda": tuple((16, 32, 64, 1 << n) for n in range(7, 15)),
+}
 DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-INCUMBENT = "the formula in torch, cumulative sums of all states"
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, cumulative sums of all states
 
 TILE = 32  # steps of a kernel's tile: what a state is before each of them is kept for the backward
 PLACES = 1024  # sums over time, one for each channel, that the backward has under way, if there are so many: for a GPU
@@ -268,6 +272,25 @@ def check(
                 f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and x is {shape(x)}; allowed: {letters}, "
                 f"here {allowed}"
             )
+
+
+FASTEST = ("48_adaptive_unitary",)
+
+
+def choose(
+    u: Tensor,
+    dt: Tensor,
+    x: Tensor,
+    x_bias: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    state: Tensor | None = None,
+) -> Choice:
+    """There is one."""
+    check(u, dt, x, x_bias, B, C, D, z, state)
+    return Choice("48_adaptive_unitary", "the only one")
 
 
 def make(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stages.families import (
     FLOATING,
+    Choice,
     Work,
     accumulator,
     check_fellow,
@@ -142,6 +143,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
         raise ValueError(f"{CALL}: v is {shape(v)} and q is {shape(q)}; allowed: the same B, N and T in both")
     if scale is not None and (not isinstance(scale, (float, int, torch.SymFloat)) or isinstance(scale, bool)):
         raise TypeError(f"{CALL}: scale must be a real number (float or int) or None, got {type(scale).__name__}")
+
+
+FASTEST = ("22_qkv_fused", "23_qkv_causal")
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Choice:
+    """By the mask alone.
+
+    Without one stage 20 is as fast or, with heads of 128 in float32 on an H100, 7 % faster than stage 22; but it takes
+    B N T^2 words of memory for S.
+    """
+    check(q, k, v, scale)
+    if causal:
+        return Choice("23_qkv_causal", "what the mask hides is skipped")
+    return Choice("22_qkv_fused", "no mask; S stays on the chip")
 
 
 def resolved(scale: float | None, q: Tensor) -> float:

@@ -30,6 +30,7 @@ from torch import Tensor
 from stages.families import (
     COMPLEX,
     FLOATING,
+    Choice,
     Work,
     check_fellow,
     check_tensor,
@@ -58,8 +59,12 @@ PROBLEMS = (
 )
 XRAY = (2, 64, 64)
 BENCH = {"cpu": ((2, 128, 128),), "cuda": ((8, 2048, 1536), (32, 2048, 2048), (8, 8192, 1536))}
+SWEEP = {
+    "cpu": tuple((1, 1 << n, 32) for n in range(5, 12)),
+    "cuda": tuple((1, 1 << n, 1024) for n in range(8, 17, 2)),
+}
 DTYPES = FLOATING
-INCUMBENT = "log2(T) steps in torch"
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps
 
 
 def launch(kernels: Kernels, a: Tensor, b: Tensor, h0: Tensor, h: Tensor, reverse: bool) -> None:
@@ -218,6 +223,43 @@ def check(a: Tensor, b: Tensor, h0: Tensor | None = None, time_dim: int = 1, rev
         )
 
 
+FASTEST = ("41_scan_pipelined", "44_scan_warp", "45_scan_lookback", "47_scan_complex")
+STRIP = 32  # channels side by side that are one block's in stages 41 and 45
+# From here on all 132 multiprocessors of an H100 have enough to do though nobody cuts time. A strip has 12 KB and more
+# on their way: with 32 of them stage 41 copies at a quarter of the card's rate, with 384 at nine tenths. A row of stage
+# 44 has 8 KB, and two on a multiprocessor are what it takes.
+ENOUGH_STRIPS, ENOUGH_ROWS = 128, 264
+# Steps from which on it pays to cut time nevertheless. Stage 41 takes 16 ns for a step, stage 44 0.7 ns for one of its
+# row, measured on an H100; the second launch and the look back of stage 45 cost about 10 us, estimated.
+LONG_STRIP, LONG_ROW = 1024, 8192
+
+
+def choose(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Choice:
+    """By the type, by what lies side by side in h and in the gradients, and by how many channels there are and steps.
+
+    h and the gradients are contiguous as [B, T, D] or, with time_dim=2, as [B, D, T], whatever the strides of a and b.
+    """
+    check(a, b, h0, time_dim, reverse)
+    if a.is_complex():
+        return Choice("47_scan_complex", "the numbers are complex")
+    batch, seq, channels = a.shape[0], a.shape[time_dim], a.shape[3 - time_dim]
+    if time_dim == 1 and channels != 1:
+        if batch * -(-channels // STRIP) >= ENOUGH_STRIPS:
+            return Choice("41_scan_pipelined", "channels lie side by side, and there are enough of them")
+        if seq < LONG_STRIP:
+            return Choice("41_scan_pipelined", "channels lie side by side; they are few, but so are the steps")
+        return Choice("45_scan_lookback", "channels lie side by side, few, with many steps: time is cut between blocks")
+    if batch * channels >= ENOUGH_ROWS:
+        return Choice("44_scan_warp", "steps lie side by side, and there are enough channels")
+    if seq < LONG_ROW:
+        return Choice("44_scan_warp", "steps lie side by side; channels are few, but so are the steps")
+    if time_dim == 1:  # [B, T, 1], of which stage 45 would give each channel a lane
+        return Choice(
+            "44_scan_warp", "a single channel; with time_dim=2, as [B, 1, T], time would be cut between blocks"
+        )
+    return Choice("45_scan_lookback", "steps lie side by side, many, of few channels: time is cut between blocks")
+
+
 def make(
     sizes: Mapping[str, int],
     dtype: torch.dtype,
@@ -249,6 +291,31 @@ def make(
     return a.to(dtype), b.to(dtype), h0.to(dtype)
 
 
+LONG = "B = 1, T = 65,536, D = 8; a = 1 - U / 512 in the first channel, .. 1 - U / 65,536 in the last, U in (0, 1)"
+
+
+def make_long(
+    dtype: torch.dtype, device: str | torch.device = "cpu", *, time_dim: int = 1, reverse: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """65536 steps of channels that remember a thousand of them to all; complex a turn by any angle.
+
+    Normal b, h0 and gradients of h; the same numbers in both layouts.
+    """
+    generator = torch.Generator(device).manual_seed(5)
+    channels, size = 8, (1, 65536, 8)
+
+    def uniform() -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64, device=generator.device)
+
+    a = 1 - uniform() / 2 ** torch.linspace(9, 16, channels, dtype=torch.float64, device=generator.device)
+    b, g, h0 = (random(shape, torch.float64, generator) for shape in (size, size, (1, channels)))
+    if dtype.is_complex:
+        a = torch.polar(a, 6.28 * uniform())
+    if time_dim == 2:
+        a, b, g = (x.mT.contiguous() for x in (a, b, g))
+    return (a.to(dtype), b.to(dtype), h0.to(dtype)), (g.to(dtype),)
+
+
 def reference(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Tensor:
     """h step by step, in float64 or complex128 of the values as they are given."""
     a, b = widened(a), widened(b)
@@ -277,24 +344,41 @@ def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, **options: object) -
 
 
 def incumbent(a: Tensor, b: Tensor, h0: Tensor | None = None, *, time_dim: int = 1, reverse: bool = False) -> Tensor:
-    """Whole tensors at a time: each step joins every prefix with the one that ends where it begins, twice as long."""
+    """Whole tensors at a time: pairs of steps are one, pairs of pairs, ..; then the steps between, level by level.
+
+    Twice the work of a walk, whatever the length. Torch has no public operation for it, and a loop of T steps, which is
+    the formula as it stands, takes a launch or two for each.
+    """
     if reverse:
         return incumbent(a.flip(time_dim), b.flip(time_dim), h0, time_dim=time_dim).flip(time_dim)
-    seq, distance = a.shape[time_dim], 1
+    seq = a.shape[time_dim]
     if h0 is not None and seq:
         first, rest = b.split((1, seq - 1), time_dim)
         b = torch.cat((first + a.narrow(time_dim, 0, 1) * h0.unsqueeze(time_dim), rest), time_dim)
-    while distance < seq:
-        own, older = (distance, seq - distance), (seq - distance, distance)
-        (a_done, a_own), (b_done, b_own) = (x.split(own, time_dim) for x in (a, b))
-        (a_older, _), (b_older, _) = (x.split(older, time_dim) for x in (a, b))
-        b = torch.cat((b_done, a_own * b_older + b_own), time_dim)
-        a = torch.cat((a_done, a_own * a_older), time_dim)
-        distance *= 2
-    return b
+    levels = []  # the older steps of the pairs, and the step that is left over, if there is one
+    while b.shape[time_dim] > 1:
+        pairs, odd = divmod(b.shape[time_dim], 2)
+        both = (x.narrow(time_dim, 0, 2 * pairs).unflatten(time_dim, (pairs, 2)) for x in (a, b))
+        (a_older, a_newer), (b_older, b_newer) = (x.unbind(time_dim + 1) for x in both)
+        levels.append((a_older, b_older, *(x.narrow(time_dim, 2 * pairs, odd) for x in (a, b))))
+        a, b = a_newer * a_older, a_newer * b_older + b_newer
+    h = b  # after every last step of a pair
+    for a_older, b_older, a_left, b_left in reversed(levels):
+        before, last = h.split((h.shape[time_dim] - 1, 1), time_dim)
+        first, rest = b_older.split((1, b_older.shape[time_dim] - 1), time_dim)
+        between = torch.cat((first, a_older.narrow(time_dim, 1, before.shape[time_dim]) * before + rest), time_dim)
+        pairs = torch.stack((between, h), time_dim + 1).flatten(time_dim, time_dim + 1)
+        h = torch.cat((pairs, a_left * last + b_left), time_dim)
+    return h
 
 
 def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
     """A multiplication and an addition for each element; a, b and h moved once, and h0 read."""
     batch, seq, channels = (sizes[name] for name in SIZES)
     return Work(2 * batch * seq * channels, itemsize * batch * channels * (3 * seq + 1))
+
+
+def backward_work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
+    """A multiplication and an addition for lambda, a multiplication for da; g, a and h read, da and db written."""
+    batch, seq, channels = (sizes[name] for name in SIZES)
+    return Work(3 * batch * seq * channels, itemsize * batch * channels * (5 * seq + 2))

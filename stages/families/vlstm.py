@@ -41,8 +41,10 @@ from torch import Tensor
 
 from stages.families import (
     FLOATING,
+    Choice,
     Work,
     accumulator,
+    block_memory,
     check_fellow,
     check_tensor,
     listing,
@@ -67,6 +69,10 @@ PROBLEMS = (
 )
 XRAY = (1, 2, 128, 64, 64)
 BENCH = {"cpu": ((1, 2, 256, 64, 64),), "cuda": ((4, 16, 2048, 64, 64), (4, 16, 2048, 128, 128))}
+SWEEP = {
+    "cpu": tuple((1, 1, 1 << n, 64, 64) for n in range(5, 10)),
+    "cuda": tuple((4, 16, 1 << n, 64, 64) for n in range(8, 14)),
+}
 DTYPES = FLOATING
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, T x T matrices and all
 
@@ -281,6 +287,33 @@ def check(
             f"{CALL}: normalize is False with input_gate='exp', whose weights have no bound; allowed: True, or False "
             "with input_gate='sigmoid'"
         )
+
+
+FASTEST = ("31_vlstm_gate_sums", "32_vlstm_backward", "33_vlstm_tuned")
+TUNED_MEMORY = 110 << 10  # bytes of shared memory of a block of stage 33, at most
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    eps: float = 0.0,
+    normalizer_gradient: bool = True,
+    input_gate: str = "exp",
+    normalize: bool = True,
+    initial_state: object = None,
+    return_last_state: bool = False,
+) -> Choice:
+    """By the card: stage 33 is twice as fast as the others, but its blocks are large."""
+    check(q, k, v, i, f, eps, normalizer_gradient, input_gate, normalize)
+    if block_memory(q.device) >= TUNED_MEMORY:
+        return Choice("33_vlstm_tuned", "products at the rate of a matmul")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, i, f)):
+        return Choice("32_vlstm_backward", "a block has too little shared memory on this card for stage 33")
+    return Choice("31_vlstm_gate_sums", "as for stage 32, on this card, and no gradients are asked for")
 
 
 def gate_number(input_gate: str, normalize: bool) -> int:

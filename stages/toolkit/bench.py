@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.stage import Stage
+from stages.toolkit.verify import outputs
 
 REPEATS = 50  # at most
 ROUNDS = 5  # in which the calls that are compared take turns
@@ -33,8 +34,8 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     arguments = stage.family.make(sizes, dtype, **options)
     report = stage.xray(*arguments, **options)
     threads = sum(launch.threads for launch in report.launches)
-    plain = _median_ms(lambda: stage.function(*arguments, **options))
-    xrayed = _median_ms(lambda: stage.xray(*arguments, **options))
+    plain = median_ms(lambda: stage.function(*arguments, **options))
+    xrayed = median_ms(lambda: stage.xray(*arguments, **options))
     return {
         "ms": plain,
         "threads": threads,
@@ -45,7 +46,7 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     }
 
 
-def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
+def median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
     """The median of 5 to 50 calls, as many as fit into the budget of seconds."""
     call()
     times, start = [], time.perf_counter()
@@ -58,7 +59,7 @@ def _median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
 
 def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
     family, options = stage.family, stage.options(dtype)[0]
-    inputs = _rotated(family.make(sizes, dtype, "cuda", **options))
+    inputs = rotated(family.make(sizes, dtype, "cuda", **options))
     tf32 = bool(options.get("tf32"))
     formula = getattr(family, "COMPILED", False)
     calls = {"": stage.function, "incumbent_": compiled(family.incumbent) if formula else family.incumbent}
@@ -91,6 +92,9 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
 
 @cache
 def compiled(function: Callable) -> Callable:
+    """The function, compiled for each problem anew."""
+    # More of them than torch compiles before it goes on without, and says nothing.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
     return torch.compile(function, dynamic=False)
 
 
@@ -99,16 +103,8 @@ def _with_backward(calls: Mapping[str, Callable], inputs: Sequence[Sequence[obje
 
     The keys begin as those of the calls.
     """
-    grad = torch.randn_like(next(iter(calls.values()))(*inputs[0]))
-
-    def with_backward(call: Callable) -> Callable:
-        def both(*arguments: object) -> None:
-            given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
-            torch.autograd.grad(call(*given), [x for x in given if isinstance(x, Tensor)], grad)
-
-        return both
-
-    both = {name: with_backward(call) for name, call in calls.items()}
+    grads = [torch.randn_like(x) for x in outputs(next(iter(calls.values()))(*inputs[0]))]
+    both = {name: with_backward(call, grads) for name, call in calls.items()}
     found = {f"{name}both_ms": ms for name, ms in zip(both, in_turn(list(both.values()), inputs), strict=True)}
     for name, call in both.items():
         before = torch.cuda.memory_allocated()
@@ -119,7 +115,17 @@ def _with_backward(calls: Mapping[str, Callable], inputs: Sequence[Sequence[obje
     return found
 
 
-def _rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:
+def with_backward(call: Callable, grads: Sequence[Tensor]) -> Callable[..., None]:
+    """The call, and the gradients of all tensors that it is given, from those of its results."""
+
+    def both(*arguments: object) -> None:
+        given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+        torch.autograd.grad(outputs(call(*given)), [x for x in given if isinstance(x, Tensor)], grads)
+
+    return both
+
+
+def rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:
     """The arguments and copies of them, together well past the L2 cache, so that no call finds its inputs there."""
     size = sum(x.nbytes for x in arguments if isinstance(x, Tensor))
     cache_size = torch.cuda.get_device_properties(None).L2_cache_size

@@ -1,8 +1,9 @@
 """A chapter in one table and one plot: how near each stage comes to the library and to the card, and what it takes.
 
-A chapter is the stages whose numbers begin alike, all of one family. Times, registers and shared memory are those of
-one run of `python -m stages.toolkit.measure`, recorded in stages/measured/bench.json; the bytes are the closed forms,
-which the tests hold against the x-ray. What has not been measured is a dash.
+A chapter is the stages whose numbers begin alike; those of another family than most have a table of their own. Times,
+registers and shared memory are those of one run of `python -m stages.toolkit.measure`, recorded in
+stages/measured/bench.json; the bytes are the closed forms, which the tests hold against the x-ray. What has not been
+measured is a dash.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chapter:
-    """What stands in the table of a chapter, from the record of a run (none: nothing has been measured)."""
+    """A chapter's stages of one family: what stands in their table, from the record of a run (none: no measurement)."""
 
     number: str
     stages: Sequence[Stage]
@@ -79,8 +80,8 @@ def recorded() -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
-    """The chapter of that number.
+def parts(number: str, run: Mapping[str, Any] | None) -> list[Chapter]:
+    """The chapter of that number, family by family: what is compared solves the same problems.
 
     Raises:
         StageNotFound: There is none. The text lists those that there are.
@@ -88,8 +89,16 @@ def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
     stages = [load(name) for name in names() if name.startswith(number) and len(number) == 1]
     if not stages:
         raise StageNotFound(f"no chapter is called {number!r}; there are: {', '.join(numbers())}")
-    # What is compared solves the same problems: a stage of another family than the chapter's first is not in the table.
-    stages = [stage for stage in stages if stage.family is stages[0].family]
+    families = dict.fromkeys(stage.family for stage in stages)
+    return [_part(number, [stage for stage in stages if stage.family is family], run) for family in families]
+
+
+def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
+    """Of its parts the first."""
+    return parts(number, run)[0]
+
+
+def _part(number: str, stages: Sequence[Stage], run: Mapping[str, Any] | None) -> Chapter:
     run = run or {"records": []}
     sizes = stages[0].family.BENCH["cuda"][-2:]
     dtypes = dict.fromkeys(r["dtype"] for r in run["records"]) or {"float32": None}
@@ -314,8 +323,8 @@ def plot(chapter: Chapter) -> Picture | None:
                 bbox={"facecolor": picture.PANEL, "edgecolor": "none", "pad": 0.5},
             )
     axes.axhline(100, color=picture.INK, lw=1, ls=(0, (4, 3)), zorder=1)
-    lowest, highest = (most(most(points.values()) for points in series.values()) for most in (min, max))
-    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * max(highest, 100)))
+    lowest, highest = (most(100, *(y for points in series.values() for y in points.values())) for most in (min, max))
+    axes.set(yscale="log", xlim=(-0.45, len(chapter.stages) - 0.55), ylim=(lowest / 2.5, 2.2 * highest))
     axes.set_xticks(range(len(chapter.stages)), [short_name(stage).replace(" ", "\n", 1) for stage in chapter.stages])
     axes.yaxis.set_major_formatter(lambda value, _: chapter.library if value == 100 else f"{value:g} %")
     axes.yaxis.set_minor_formatter(lambda value, _: "")

@@ -1,6 +1,7 @@
 """The commands of `python -m stages`."""
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, chapter, device, diff, mutate, render, verify, xray
+from stages.toolkit import accuracy, against, bench, build, chapter, device, diff, mutate, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -141,17 +142,67 @@ def xray_stage(options: argparse.Namespace) -> int:
     return int(bool(report.faults))
 
 
-def bench_stage(options: argparse.Namespace) -> int:
-    stage = load(options.stage)
+def bench_stages(options: argparse.Namespace) -> int:
     where = pick_device(options.device)
+    functions: dict[str, list[Stage]] = {}
+    for stage in map(load, names()):
+        functions.setdefault(stage.family.NAME, []).append(stage)
+    groups = [functions.get(name) or [load(name)] for name in options.stages]
+    chosen = [stage for group in groups for stage in group]
+    if len(set(stage.family.NAME for stage in chosen)) > 1:
+        several = ", ".join(f"{stage.number} {stage.family.NAME}" for stage in chosen)
+        raise UsageError(f"bench {' '.join(options.stages)}: allowed: stages of one function; these are {several}")
+    if len(chosen) == 1 and options.stages[0] not in functions and not options.option:
+        return bench_stage(chosen[0], where, options)
+    return compare_stages(chosen, where, options)
+
+
+def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namespace) -> int:
+    """The times of several stages while a size grows."""
+    family = stages[0].family
+    taken = [stage for stage in stages if options.dtype in map(_dtype_name, stage.dtypes)]
+    dtype = dtype_of((taken or stages)[0], options.dtype)
+    standard = getattr(family, "SWEEP", family.BENCH)[where]
+    problems = [sizes_of(stages[0], text) for text in options.size or ()] or list(map(stages[0].sizes, standard))
+    if against.growing(problems) is None:
+        raise UsageError(f"--size: allowed: problems that differ in one size of {', '.join(family.SIZES)}")
+    wanted = dict(option_of(text) for text in options.option or ())
+    records, code = until_interrupted(against.measure(taken, problems, dtype, where, wanted), family.NAME)
+    if not records:
+        return code or fail("nothing could be measured", 1)
+    print(json.dumps(records, indent=1) if options.json else f"{family.NAME}, {against.text(records)}")
+    if options.plot:
+        against.plot(records, options.plot)
+        if not options.json:
+            print(f"\nplot: {options.plot}")
+    return code
+
+
+def until_interrupted(found: Iterable[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], int]:
+    """The records that are found, or those that were when Ctrl-C came; and the exit code. Progress goes to stderr."""
+    records: list[dict[str, Any]] = []
+    try:
+        for record in found:
+            if not records or records[-1]["sizes"] != record["sizes"]:
+                print(f"{name}: {_sizes(record['sizes'].values())}", file=sys.stderr, flush=True)
+            records.append(record)
+    except KeyboardInterrupt:
+        return records, fail("interrupted", 130)
+    return records, 0
+
+
+def bench_stage(stage: Stage, where: str, options: argparse.Namespace) -> int:
     dtype = dtype_of(stage, options.dtype)
     problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.bench[where]))
-    records = [bench.bench(stage, sizes, dtype, where) for sizes in problems]
+    found = (bench.bench(stage, sizes, dtype, where) for sizes in problems)
+    records, code = until_interrupted(found, stage.name)
+    if not records:
+        return code
     if options.plot:
         bench.plot(records, options.plot)
     if options.json:
         print(json.dumps(records, indent=1))
-        return 0
+        return code
     first, sizes = records[0], _sizes(stage.family.SIZES)
     if where == "cuda":
         print(
@@ -172,7 +223,7 @@ def bench_stage(options: argparse.Namespace) -> int:
         print("\nNot compiled, and with the backward; MiB at most beside the inputs\n\n" + _beside(records, sizes))
     if options.plot:
         print(f"\nplot: {options.plot}")
-    return 0
+    return code
 
 
 def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
@@ -190,7 +241,8 @@ def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
 
 
 def chapter_table(options: argparse.Namespace) -> int:
-    print(chapter.text(chapter.chapter(options.chapter, chapter.recorded())))
+    parts = chapter.parts(options.chapter, chapter.recorded())
+    print("\n\n".join(map(chapter.text, [part for part in parts if part.records] or parts[:1])))
     return 0
 
 
@@ -201,6 +253,22 @@ def diff_stages(options: argparse.Namespace) -> int:
 
 def mutate_stages(options: argparse.Namespace) -> int:
     return max(mutate.report(load(name), options.jobs, options.list, options.record) for name in options.stages)
+
+
+def accuracy_of_stages(options: argparse.Namespace) -> int:
+    able = accuracy.stages()
+    chosen = [load(name) for name in options.stages] or able
+    if other := [stage.number for stage in chosen if stage not in able]:
+        allowed = ", ".join(stage.number for stage in able)
+        raise UsageError(f"accuracy {' '.join(other)}: allowed: stages with many steps, {allowed}")
+    family = chosen[0].family
+    print(f"{family.NAME}: {family.LONG}\nThe CPU device against float64, |x - ref| / |ref|\n")
+    entries = {stage.name: accuracy.measure(stage) for stage in chosen}
+    entries[accuracy.FORMULA] = accuracy.measure_formula(family)
+    print(accuracy.text(entries))
+    if options.record:
+        accuracy.write_record(entries)
+    return 0
 
 
 def device_facts(options: argparse.Namespace) -> int:
@@ -252,6 +320,17 @@ def sizes_of(stage: Stage, text: str) -> dict[str, int]:
         count = f"{len(wanted)} whole number{'s' if len(wanted) > 1 else ''}"
         raise UsageError(f"--size {text}: allowed: {count}, {','.join(wanted)} of {stage.family.CALL}")
     return stage.sizes(tuple(map(int, values)))
+
+
+def option_of(text: str) -> tuple[str, object]:
+    """An option of a function: "time_dim=2"."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--option {text}: allowed: an option and its value, such as time_dim=2")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def dtype_of(stage: Stage, name: str) -> torch.dtype:
@@ -364,16 +443,19 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command(
         "bench",
-        bench_stage,
-        "measure a stage: on a GPU beside what you would call instead",
+        bench_stages,
+        "measure a stage, or all of a function: on a GPU beside what you would call instead",
         "bench 12 --size 1024,1024,1024 --dtype bfloat16 --plot bench.png",
         "On a GPU: medians of CUDA events over rotated inputs, the incumbent (float32 without TF32), and\n"
         "the percentage of the card's limit, measured in the same run. Without one: what the CPU device\n"
-        "itself costs.",
+        "itself costs.\n\n"
+        "Several stages, or a function such as scan, which stands for all its stages, are compared while a\n"
+        "size grows, T of a scan: forward alone, and forward and backward. Ctrl-C leaves what was measured.",
     )
-    sub.add_argument("stage", help=STAGE_HELP)
+    sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP + "; or a function: scan")
     sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
     sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--option", action="append", help="compare stages with time_dim=2, for example; may be repeated")
     sub.add_argument("--json", action="store_true", help="the records as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
     add_device(sub)
@@ -405,6 +487,17 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--jobs", "-j", type=int, default=2, help="mutants at a time; default: 2")
     sub.add_argument("--list", action="store_true", help="only list the mutants")
     sub.add_argument("--record", action="store_true", help="write the score down in stages/measured/mutants.json")
+
+    sub = command(
+        "accuracy",
+        accuracy_of_stages,
+        "measure rounding errors after many steps",
+        "accuracy 41 44",
+        "Runs scans of 65,536 steps with a near 1, forward and backward, on the CPU device, and compares with\n"
+        "float64.",
+    )
+    sub.add_argument("stages", nargs="*", metavar="stage", help=STAGE_HELP + "; default: all scans")
+    sub.add_argument("--record", action="store_true", help="write the errors down in stages/measured/accuracy.json")
 
     summary = "show the facts of the GPU and of the CPU device that a kernel's author needs"
     command("device", device_facts, summary, "device")

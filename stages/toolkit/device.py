@@ -1,5 +1,6 @@
 """The facts of a GPU, or of the CPU device, that a kernel's author needs."""
 
+import contextlib
 import platform
 
 import torch
@@ -42,7 +43,7 @@ def _bandwidth(properties: object) -> str:
 
 def cpu_facts() -> dict[str, str]:
     """The CPU device: what stands in for a GPU, and what it is built with."""
-    facts = {"processor": f"{_processor()}, {platform.machine()}"}
+    facts = {"processor": processor()}
     try:
         facts["compiler"] = build.host_compiler().version
         info = Kernels(build.stage_names()[0]).module("simt").info()
@@ -62,9 +63,9 @@ def cpu_facts() -> dict[str, str]:
     return facts
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.partition(": ")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown processor"
+def processor() -> str:
+    """The CPU's name and architecture: "AMD EPYC, x86_64"."""
+    name = platform.processor() or "unknown processor"
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        name = next(line.partition(": ")[2].strip() for line in file if line.startswith("model name"))
+    return f"{name}, {platform.machine()}"

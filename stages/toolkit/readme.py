@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, chapter, lab
+from stages.toolkit import accuracy, build, chapter, lab
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import load, names
@@ -84,10 +84,10 @@ def figures() -> str:
     run = measured("bench")
     if run is None:
         return f"{chapter.NOT_MEASURED}\n\n{comparison()}"
-    chapters = [chapter.chapter(number, run) for number in chapter.numbers()]
+    chapters = [part for number in chapter.numbers() for part in chapter.parts(number, run)]
     parts = [chapter.markdown(c) + plot(c) for c in chapters if c.records and len(c.stages) > 1]
     parts += [one_stage(c) for c in chapters if c.records and len(c.stages) == 1]
-    if missing := [c.number for c in chapters if not c.records]:
+    if missing := [n for n in chapter.numbers() if not any(c.records for c in chapters if c.number == n)]:
         parts.append(f"Chapter {', '.join(missing)}: {chapter.NOT_MEASURED}")
     return "\n\n".join([*parts, comparison()])
 
@@ -100,13 +100,13 @@ def plot(c: chapter.Chapter) -> str:
 def plots() -> dict[str, Any]:
     """The plots that `figures` shows, by their files."""
     run = measured("bench")
-    chapters = [chapter.chapter(number, run) for number in chapter.numbers()]
+    chapters = [part for number in chapter.numbers() for part in chapter.parts(number, run)]
     drawn = {PLOT.format(c.number): chapter.plot(c) for c in chapters if len(c.stages) > 1}
     return {path: shown for path, shown in drawn.items() if shown}
 
 
 def one_stage(c: chapter.Chapter) -> str:
-    """A chapter that is one stage still, as a sentence: its largest problem."""
+    """A family that is one stage in its chapter, as a sentence: its largest problem."""
     parts = [_beside(row.dtype, row.records[-1]) for row in c.rows if row.records[-1]]
     what = f"{c.stages[0].name} at {times_sign(c.sizes[-1])} beside `{c.stages[0].family.INCUMBENT}`"
     return f"{what}, on one {c.run['card']}, {c.run['date']}: {'; '.join(parts)}."
@@ -114,7 +114,10 @@ def one_stage(c: chapter.Chapter) -> str:
 
 def _beside(dtype: str, r: Mapping[str, Any]) -> str:
     limit = f"{r['percent_of_limit']:.3g} % of what the card gave in {chapter.LIMITS[r['limit']]}"
-    return f"{dtype} {r['ms']:.4g} ms against {r['incumbent_ms']:.4g} ms, {limit}"
+    text = f"{dtype} {r['ms']:.4g} ms against {r['incumbent_ms']:.4g} ms, {limit}"
+    if "both_ms" in r:
+        text += f", with the backward {r['both_ms']:.4g} ms against {r['incumbent_both_ms']:.4g} ms"
+    return text
 
 
 def comparison() -> str:
@@ -132,6 +135,20 @@ def comparison() -> str:
     )
     reasons = [r["reason"] or "not explained yet" for r in rows if r["hardware"] != r["xray"]]
     return text + "".join(f"\n- {reasons.count(why)} in shared memory: {why}" for why in dict.fromkeys(reasons))
+
+
+def accuracy_table() -> str:
+    """How far the stages' results are from float64 after many steps."""
+    record = measured("accuracy")
+    if record is None:
+        return "**Not measured yet.** `python -m stages accuracy --record`"
+    header, rows = accuracy.rows({name: own["entries"] for name, own in record["stages"].items()})
+    rows = [[name.replace(" ", chapter.NO_BREAK), *line] for name, *line in rows]
+    family = accuracy.stages()[0].family
+    return (
+        f"{family.LONG}. |x - ref| / |ref| over all channels, ref in float64; {record['device']} on "
+        f"{record['processor']}, {record['compiler']}, {record['date']}.\n\n"
+    ) + markdown(header, rows, "<<" + ">" * (len(header) - 2))
 
 
 def device_cost() -> str:
@@ -192,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "stages": stages_table,
     "xray": xray_excerpt,
     "figures": figures,
+    "accuracy": accuracy_table,
     "cpu-device": device_cost,
 }
 
