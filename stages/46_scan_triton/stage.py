@@ -1,0 +1,11 @@
+"""Stage 46: the first-order scan in Triton, a program for a tile."""
+
+from stages.families import scan
+from stages.toolkit.stage import Stage
+
+stage = Stage(
+    __file__,
+    family=scan,
+    lesson="the same scan in Triton: what happens to a tile, and nothing about threads",
+    options=({"time_dim": 1}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
+)

@@ -1,0 +1,167 @@
+"""Kernels in Triton: compiled for CUDA tensors, run by Triton's interpreter for CPU tensors.
+
+A stage's `kernel.py` is loaded once for each: `triton.jit` makes functions for the compiler, or, while its setting
+`interpret` is on, functions for the interpreter, which runs a program after the other with NumPy. It changes
+`triton.language` while it does, and puts it back; nothing else may compile or interpret meanwhile.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.toolkit import build, kernels
+from stages.toolkit.errors import NotAvailable
+
+VARIANTS = ("interpreted", "compiled")
+INSTALL = "pip install triton (its wheels are for Linux)"
+
+_one_at_a_time = threading.RLock()
+
+
+def triton() -> ModuleType:
+    """The package.
+
+    Raises:
+        NotAvailable: It is not installed.
+    """
+    try:
+        import triton
+        import triton.runtime.interpreter
+    except ImportError:
+        raise NotAvailable(f"this stage's kernel is written in Triton, which is not installed: {INSTALL}") from None
+    return triton
+
+
+class TritonKernels(kernels.Kernels):
+    """The modules `interpreted` and `compiled` of one stage, both from `kernel.py`."""
+
+    def module(self, variant: str) -> ModuleType:
+        """The module of a variant; its launchers take tensors and options, and no stream."""
+        if variant not in self._modules:
+            self._modules[variant] = load(variant, build.PACKAGE / self.name / "kernel.py", f"stages.{self.name}")
+        return self._modules[variant]
+
+    @contextmanager
+    def replaced(self, **paths: Path) -> Iterator[None]:
+        """Use other files in place of `kernel.py` for a while, `replaced(interpreted=path)`."""
+        saved = self._modules
+        self._modules = saved | {variant: load(variant, path, "replaced") for variant, path in paths.items()}
+        try:
+            yield
+        finally:
+            self._modules = saved
+
+    def launch(self, function: str, device: torch.device, *arguments: object) -> None:
+        """Call a launcher of the module that serves `device`, on the current stream if that is a GPU.
+
+        Raises:
+            NotAvailable: Triton is not installed, or the x-ray is recording.
+        """
+        if device.type == "cuda":
+            with _one_at_a_time, torch.cuda.device(device):
+                getattr(self.module("compiled"), function)(*arguments)
+        elif kernels.recorder is not None:
+            raise NotAvailable(no_xray(self.name))
+        else:
+            with _one_at_a_time, whole_tensors(), np.errstate(all="ignore"):
+                getattr(self.module("interpreted"), function)(*arguments)
+
+
+def no_xray(name: str) -> str:
+    return f"{name} has no x-ray: its kernel is written in Triton, and the CPU device runs and counts CUDA C++ alone"
+
+
+def load(variant: str, path: Path, package: str) -> ModuleType:
+    """The module in a file, its kernels for the interpreter or for the compiler, whatever TRITON_INTERPRET says."""
+    settings = triton().knobs.runtime
+    with settings.scope():
+        settings.interpret = variant == "interpreted"
+        return kernels.load(f"{package}.kernel_{variant}", path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The interpreter calls the function that combines two elements for one pair after the other, some ten thousand a
+# second. Such functions take whole tensors as well: a scan is log2(n) calls then, a reduction likewise, grouped as on a
+# GPU. It rounds to bfloat16 towards 0, where a GPU rounds to the nearest. And the bound of a loop is an array of one
+# element to it, which NumPy since 2.4 does not take for a number.
+
+
+def scan_whole(self: Any, given: tuple[Any, ...]) -> list[Any]:
+    """Every element joined with what has been joined one before it, then two, four, ... before it."""
+    data, types = [x.handle.data for x in given], [x.dtype for x in given]
+    count = data[0].shape[self.axis]
+    place = np.arange(count).reshape([-1 if axis == self.axis else 1 for axis in range(data[0].ndim)])
+    distance = 1
+    while distance < count:
+        older = [self.to_tensor(np.roll(x, distance, self.axis), dtype) for x, dtype in zip(data, types, strict=True)]
+        own = map(self.to_tensor, data, types)
+        joined = self.combine_fn.fn(*older, *own)
+        data = [np.where(place < distance, x, new.handle.data) for x, new in zip(data, joined, strict=True)]
+        distance *= 2
+    return list(map(self.to_tensor, data, types))
+
+
+def reduce_whole(self: Any, given: tuple[Any, ...]) -> list[Any]:
+    """Halves joined with each other, until there is one element."""
+    data, types = [x.handle.data for x in given], [x.dtype for x in given]
+    while data[0].shape[self.axis] > 1:
+        halves = zip(*(np.split(x, 2, self.axis) for x in data), strict=True)
+        older, newer = (map(self.to_tensor, half, types) for half in halves)
+        joined = self.combine_fn.fn(*older, *newer)
+        data = [x.handle.data for x in (joined if isinstance(joined, tuple) else (joined,))]
+    if not self.keep_dims:
+        data = [x.squeeze(self.axis) for x in data]
+    return list(map(self.to_tensor, data, types))
+
+
+def nearest(cast: Any) -> Any:
+    """The interpreter's conversion `cast`, but for float32 to bfloat16."""
+    language, handle = triton().language, triton().runtime.interpreter.TensorHandle
+
+    @functools.wraps(cast)
+    def convert(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != language.float32 or target.scalar != language.bfloat16:
+            return cast(self, source, target)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+        return handle(rounded, language.bfloat16)
+
+    return convert
+
+
+def with_index(change: Any) -> Any:
+    """`change`, which gives tensors of `triton.language` what they need in the interpreter, and an index that works."""
+
+    def changed(tensor: type, scope: Any) -> None:
+        change(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return changed
+
+
+@contextmanager
+def whole_tensors() -> Iterator[None]:
+    """The interpreter with the functions above in place of its own."""
+    own = triton().runtime.interpreter
+    changes = [
+        (own.ScanOps, "generic_scan", scan_whole),
+        (own.ReduceOps, "generic_reduce", reduce_whole),
+        (own.InterpreterBuilder, "cast_impl", nearest(own.InterpreterBuilder.cast_impl)),
+        (own, "_patch_lang_tensor", with_index(own._patch_lang_tensor)),
+        # A function that a kernel calls need not change triton.language again.
+        (own.InterpretedFunction, "__call__", lambda self, *args, **options: self.rewrite()(*args, **options)),
+    ]
+    before = [getattr(place, name) for place, name, _ in changes]
+    for place, name, new in changes:
+        setattr(place, name, new)
+    try:
+        yield
+    finally:
+        for (place, name, _), old in zip(changes, before, strict=True):
+            setattr(place, name, old)
