@@ -20,10 +20,6 @@
 import triton
 import triton.language as tl
 
-# Words of a tile, of channels side by side and of steps side by side: 16 or 8 of a thread.
-WORDS, TIME = 2048, 1024
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Two pieces of time, state -> a state + b, the older one first: not the same as the other way round. From 0 a piece
 # leads to b, also if its a, a product, has overflowed: infinity times 0 would be NaN.
@@ -44,6 +40,21 @@ def mine(channels, CHANNELS: tl.constexpr):
     groups = (channels + CHANNELS - 1) // CHANNELS
     group = (tl.program_id(0) % groups).to(tl.int64)
     return (tl.program_id(0) // groups).to(tl.int64), group * CHANNELS + tl.arange(0, CHANNELS)
+
+
+# The steps of a tile in the order in which the scan takes them. To turn the numbers around is free; with `reverse=True`
+# associative_scan turns the words around, by shuffles of all of them.
+@triton.jit
+def steps_of_tile(STEPS: tl.constexpr, REVERSE: tl.constexpr):
+    step = tl.arange(0, STEPS).to(tl.int64)
+    return STEPS - 1 - step if REVERSE else step
+
+
+# One row of a tile, as there is no index: the sum of all rows, of which the others are zeros.
+@triton.jit
+def row(tile, ROW: tl.constexpr):
+    here = tl.arange(0, tile.shape[0]) == ROW
+    return tl.reduce(tl.where(here[:, None], tile, 0.0), 0, add)
 
 
 # Where a tile [steps, channels] of a tensor [batch, seq, channels] lies: a pointer and offsets are a tile of pointers.
@@ -83,9 +94,8 @@ def scan_tiles(
     STAGES: tl.constexpr,  # tiles of which one is worked at and the others are on their way
 ):
     batch, channel = mine(channels, CHANNELS)
-    step = tl.arange(0, STEPS).to(tl.int64)
-    first = (step == (STEPS - 1 if REVERSE else 0))[:, None]  # as the scan goes
-    last = (step == (0 if REVERSE else STEPS - 1))[:, None]
+    step = steps_of_tile(STEPS, REVERSE)
+    first = (tl.arange(0, STEPS) == 0)[:, None]
 
     a_places = places(a, a_strides, batch, step, channel)
     b_places = places(b, b_strides, batch, step, channel)
@@ -99,10 +109,10 @@ def scan_tiles(
         a_tile = tl.load(a_places + t * a_strides[1], inside, 1.0).to(Sum)  # (1, 0) changes nothing
         b_tile = tl.load(b_places + t * b_strides[1], inside, 0.0).to(Sum)
 
-        b_tile += tl.where(first, a_tile * state[None, :], 0)
-        _, h_tile = tl.associative_scan((a_tile, b_tile), 0, combine, reverse=REVERSE)
+        b_tile += tl.where(first, a_tile * state[None, :], 0.0)
+        _, h_tile = tl.associative_scan((a_tile, b_tile), 0, combine)
         tl.store(h_places + t * h_strides[1], h_tile, inside)
-        state = tl.reduce(tl.where(last, h_tile, 0), 0, add)  # a tile has no index: of all rows but one, zeros
+        state = row(h_tile, STEPS - 1)
 
 
 # Against the direction of the forward, whose `later` steps come first here: what is carried is lambda.
@@ -133,9 +143,8 @@ def scan_tiles_backward(
     STAGES: tl.constexpr,
 ):
     batch, channel = mine(channels, CHANNELS)
-    step = tl.arange(0, STEPS).to(tl.int64)
-    first = (step == (0 if REVERSE else STEPS - 1))[:, None]
-    last = (step == (STEPS - 1 if REVERSE else 0))[:, None]
+    step = steps_of_tile(STEPS, not REVERSE)
+    first = (tl.arange(0, STEPS) == 0)[:, None]
     later: tl.constexpr = -1 if REVERSE else 1
 
     g_places = places(g, g_strides, batch, step, channel)
@@ -158,11 +167,11 @@ def scan_tiles_backward(
         h_before = tl.load(h_places + t * h_strides[1], has_before, 0.0).to(Sum)
         h_before = tl.where(has_before, h_before, start[None, :])
 
-        g_tile += tl.where(first, a_after * state[None, :], 0)
-        _, lambda_tile = tl.associative_scan((a_after, g_tile), 0, combine, reverse=not REVERSE)
+        g_tile += tl.where(first, a_after * state[None, :], 0.0)
+        _, lambda_tile = tl.associative_scan((a_after, g_tile), 0, combine)
         tl.store(da_places + t * da_strides[1], lambda_tile * h_before, inside)
         tl.store(db_places + t * db_strides[1], lambda_tile, inside)
-        state = tl.reduce(tl.where(last, lambda_tile, 0), 0, add)
+        state = row(lambda_tile, STEPS - 1)
 
     if START:
         t = tl.cast(seq - 1 if REVERSE else 0, tl.int64)  # the forward's first step, to which h0 came
@@ -173,17 +182,20 @@ def scan_tiles_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tile, by where the words of [B, T, D] lie: first what lies side by side, then more of the other; and the grid.
-# Channels: 128 bytes of them, so that a row is whole sectors. Steps: as many as 128 threads take 16 bytes of at a time.
+# The tile, by where the words of [B, T, D] lie, and the grid. Channels side by side: 128 bytes of them, so that a row is
+# whole sectors, and 64 steps. Steps side by side: 1024, of few channels. What a problem has less of, the other has more.
 def shape_of(x):
     batch, seq, channels = x.shape
-    most_steps, most_channels = (triton.next_power_of_2(max(size, 1)) for size in (seq, channels))
+    size = x.element_size()
+    most_steps, most_channels = (triton.next_power_of_2(max(count, 1)) for count in (seq, channels))
     if x.stride(1) == 1:
-        steps = min(TIME, most_steps)
-        wide = min(TIME // steps, most_channels)
+        words = 4096 // max(size, 4)  # 8 of a thread
+        steps = min(words, most_steps)
+        wide = min(words // steps, most_channels)
     else:
-        wide = min(128 // x.element_size(), most_channels)
-        steps = min(WORDS // wide, most_steps)
+        words = 8192 // max(size, 4)  # 16 of a thread
+        wide = min(128 // size, most_channels)
+        steps = min(words // wide, most_steps)
     return (batch * triton.cdiv(channels, wide),), {"STEPS": steps, "CHANNELS": wide, "STAGES": 3, "num_warps": 4}
 
 

@@ -397,8 +397,9 @@ def write_compile_commands(units: list[Unit]) -> None:
 def build(names, variants=None, *, jobs: int | None = None, progress: bool = True, force: bool = False) -> None:
     """Builds modules of stages, as far as they are out of date.
 
-    names: full names, as `select` gives them; those that have no modules are passed over. variants: of "simt", "xray", "cuda"; by default the first two, and "cuda"
-    as USE_CUDA says. jobs: how many compilers at a time, by default one a core. force: rebuild all the same.
+    names: full names, as `select` gives them; those that have no modules are passed over. variants: of "simt", "xray",
+    "cuda"; by default the first two, and "cuda" as USE_CUDA says. jobs: how many compilers at a time, by default one a
+    core. force: rebuild all the same.
     Raises BuildError. Compilers still running are ended then, and on Ctrl-C.
     """
     variants = default_variants() if variants is None else tuple(variants)

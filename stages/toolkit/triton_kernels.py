@@ -6,11 +6,13 @@ A stage's `kernel.py` is loaded once for each: `triton.jit` makes functions for 
 """
 
 import functools
+import subprocess
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ VARIANTS = ("interpreted", "compiled")
 INSTALL = "pip install triton (its wheels are for Linux)"
 
 _one_at_a_time = threading.RLock()
+_compiling = False  # while `compiled_for` is on: launches on CPU tensors compile, and run nothing
 
 
 def triton() -> ModuleType:
@@ -69,6 +72,8 @@ class TritonKernels(kernels.Kernels):
                 getattr(self.module("compiled"), function)(*arguments)
         elif kernels.recorder is not None:
             raise NotAvailable(no_xray(self.name))
+        elif _compiling:
+            getattr(self.module("compiled"), function)(*arguments)
         else:
             with _one_at_a_time, whole_tensors(), np.errstate(all="ignore"):
                 getattr(self.module("interpreted"), function)(*arguments)
@@ -165,3 +170,51 @@ def whole_tensors() -> Iterator[None]:
     finally:
         for (place, name, _), old in zip(changes, before, strict=True):
             setattr(place, name, old)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the compiler makes of a kernel, without a GPU.
+
+
+def compiled_for(architecture: str, call: Callable[[], object]) -> list[Any]:
+    """Triton's `CompiledKernel` of every launch on CPU tensors in `call`, for GPUs such as "9.0"; nothing runs.
+
+    What the launches would have written holds whatever it held.
+    """
+    package, found = triton(), []
+    target = package.backends.compiler.GPUTarget("cuda", int(architecture.rstrip("a").replace(".", "")), 32)
+    # Who launches asks the driver for what, and where, to compile; without a GPU there is none to ask.
+    driver = SimpleNamespace(
+        get_current_device=lambda: f"none, but {architecture}",
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
+    function = package.runtime.jit.JITFunction
+    run, active = function.run, package.runtime.driver.__dict__["_active"]
+
+    def compile_only(self: Any, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
+        found.append(run(self, *arguments, grid=grid, warmup=True, **options))
+
+    global _compiling
+    with _one_at_a_time:
+        function.run, _compiling = compile_only, True
+        package.runtime.driver.set_active(driver)
+        try:
+            call()
+        finally:
+            function.run, _compiling = run, False
+            package.runtime.driver._active = active
+    return found
+
+
+def assemble(kernel: Any, architecture: str) -> str:
+    """What Triton's own ptxas says of a compiled kernel: its registers, and what it spills."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        name = f"-arch=sm_{architecture.replace('.', '')}"
+        command = [triton().knobs.nvidia.ptxas.path, "-v", name, str(source), "-o", str(source.with_suffix(".cubin"))]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise build.BuildError(f"ptxas does not take what Triton made: {done.stdout.strip()[:300]}")
+    return done.stdout
