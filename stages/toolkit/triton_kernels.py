@@ -9,6 +9,7 @@ import functools
 import subprocess
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from stages.toolkit import build, kernels
-from stages.toolkit.errors import NotAvailable
+from stages.toolkit.errors import KernelFault, NotAvailable
 
 VARIANTS = ("interpreted", "compiled")
 INSTALL = "pip install triton (its wheels are for Linux)"
@@ -36,6 +37,7 @@ def triton() -> ModuleType:
     """
     try:
         import triton
+        import triton.runtime.errors
         import triton.runtime.interpreter
     except ImportError:
         raise NotAvailable(f"this stage's kernel is written in Triton, which is not installed: {INSTALL}") from None
@@ -66,6 +68,7 @@ class TritonKernels(kernels.Kernels):
 
         Raises:
             NotAvailable: Triton is not installed, or the x-ray is recording.
+            KernelFault: In the interpreter: the kernel reaches outside every tensor.
         """
         if device.type == "cuda":
             with _one_at_a_time, torch.cuda.device(device):
@@ -75,7 +78,8 @@ class TritonKernels(kernels.Kernels):
         elif _compiling:
             getattr(self.module("compiled"), function)(*arguments)
         else:
-            with _one_at_a_time, whole_tensors(), np.errstate(all="ignore"):
+            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+            with _one_at_a_time, interpreter_for(tensors), np.errstate(all="ignore"):
                 getattr(self.module("interpreted"), function)(*arguments)
 
 
@@ -150,14 +154,51 @@ def with_index(change: Any) -> Any:
     return changed
 
 
+# Nor does it say what a mask should have held back: it reads and writes wherever a pointer leads.
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first and of the last element."""
+    size = x.element_size()
+    last = sum((count - 1) * stride for count, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return x.data_ptr(), x.data_ptr() + last * size
+
+
+def checked(access: Any, mask_at: int, tensors: list[torch.Tensor]) -> Any:
+    """The interpreter's masked load or store, which refuses a place outside all tensors."""
+    extents = [extent(x) for x in tensors]
+
+    @functools.wraps(access)
+    def check(self: Any, places: Any, *rest: Any) -> Any:
+        at, mask = np.broadcast_arrays(places.data, rest[mask_at].data)
+        wanted = at[mask.astype(bool)]
+        inside = np.zeros(wanted.shape, bool)
+        for first, last in extents:
+            inside |= (wanted >= first) & (wanted <= last)
+        if not inside.all():
+            raise KernelFault(f"{(~inside).sum():,} words outside every tensor")
+        return access(self, places, *rest)
+
+    return check
+
+
+def where(error: BaseException) -> str:
+    """The line of a kernel that an error of the interpreter comes from: the last that is a file called kernel.py."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f"kernel.py:{f.lineno}  {f.line}" for f in reversed(frames) if f.filename.endswith("kernel.py")), "?")
+
+
 @contextmanager
-def whole_tensors() -> Iterator[None]:
-    """The interpreter with the functions above in place of its own."""
+def interpreter_for(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """The interpreter with the functions above in place of its own, for a launch on these tensors."""
     own = triton().runtime.interpreter
+    builder = own.InterpreterBuilder
     changes = [
+        (builder, "create_masked_load", checked(builder.create_masked_load, 0, tensors)),
+        (builder, "create_masked_store", checked(builder.create_masked_store, 1, tensors)),
         (own.ScanOps, "generic_scan", scan_whole),
         (own.ReduceOps, "generic_reduce", reduce_whole),
-        (own.InterpreterBuilder, "cast_impl", nearest(own.InterpreterBuilder.cast_impl)),
+        (builder, "cast_impl", nearest(builder.cast_impl)),
         (own, "_patch_lang_tensor", with_index(own._patch_lang_tensor)),
         # A function that a kernel calls need not change triton.language again.
         (own.InterpretedFunction, "__call__", lambda self, *args, **options: self.rewrite()(*args, **options)),
@@ -167,6 +208,12 @@ def whole_tensors() -> Iterator[None]:
         setattr(place, name, new)
     try:
         yield
+    except triton().runtime.errors.InterpreterError as error:
+        fault = error.__cause__
+        if not isinstance(fault, KernelFault):
+            raise
+        program = tuple(own.interpreter_builder.grid_idx)
+        raise KernelFault(f"out of bounds: program {program} reaches {fault}\n  {where(fault)}") from None
     finally:
         for (place, name, _), old in zip(changes, before, strict=True):
             setattr(place, name, old)
