@@ -6,12 +6,14 @@ A stage's `kernel.py` is loaded once for each: `triton.jit` makes functions for 
 """
 
 import functools
+import re
 import subprocess
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -265,3 +267,51 @@ def assemble(kernel: Any, architecture: str) -> str:
     if done.returncode:
         raise build.BuildError(f"ptxas does not take what Triton made: {done.stdout.strip()[:300]}")
     return done.stdout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the compiler hands a tile out to threads; all by dimension, and `order` is from the innermost outwards."""
+
+    shape: tuple[int, ...]
+    thread: tuple[int, ...]  # words of a thread, side by side
+    lanes: tuple[int, ...]
+    warps: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def owners(self) -> np.ndarray:
+        """The warp and the lane that hold each word, [*shape, 2]; the first of them where several do."""
+        places = np.indices(self.shape)
+        found = []
+        for count, words in (
+            (self.warps, np.multiply(self.thread, self.lanes)),
+            (self.lanes, self.thread),
+        ):
+            owner, below = np.zeros(self.shape, int), 1
+            for axis in self.order:
+                owner += places[axis] // words[axis] % count[axis] * below
+                below *= count[axis]
+            found.append(owner)
+        return np.stack(found, -1)
+
+
+def layout(kernel: Any) -> Layout:
+    """The layout of the tile that a compiled kernel scans."""
+    text = kernel.asm["ttgir"]
+    tile = re.search(r'"tt\.scan".*?\(tensor<(\d+)x(\d+)x\w+, (#\w+)>', text, re.DOTALL)
+    fields = re.search(rf"^{tile[3]} = #ttg\.blocked<{{(.*)}}>", text, re.MULTILINE)[1]
+    numbers = [tuple(map(int, part.split(", "))) for part in re.findall(r"\[([\d, ]+)\]", fields)]
+    return Layout((int(tile[1]), int(tile[2])), *numbers)
+
+
+INSTRUCTIONS = {
+    "16 bytes at a time, ahead of time": r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10",
+    "4 bytes at a time, ahead of time": r"cp\.async\.ca\.shared\.global \[[^]]*\], \[[^]]*\], 0x4",
+    "shuffles": r"\bshfl\.sync",
+    "barriers": r"\bbar\.sync",
+}
+
+
+def instructions(kernel: Any) -> dict[str, int]:
+    """How many instructions of some kinds stand in the assembly (PTX) of a compiled kernel."""
+    return {name: len(re.findall(pattern, kernel.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
