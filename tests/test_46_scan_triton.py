@@ -1,6 +1,7 @@
 """Stage 46, scan_triton. On CPU tensors in Triton's interpreter, which takes some ms for a program."""
 
 import sys
+from functools import partial
 
 import pytest
 
@@ -32,7 +33,7 @@ BROKEN = {  # what is taken out or turned around, and what stands in its place
     "infinity times 0": ("tl.where(nowhere, 0.0, a_newer * b_older)", "a_newer * b_older"),
     "every tile from 0": ("b_tile += tl.where(first, a_tile * state[None, :], 0.0)", ""),
     "every tile of the backward from 0": ("g_tile += tl.where(first, a_after * state[None, :], 0.0)", ""),
-    "the state into every step": ("b_tile += tl.where(first, a_tile * state[None, :], 0.0)", "b_tile += a_tile * state"),
+    "the state into every step": ("tl.where(first, a_tile * state[None, :], 0.0)", "a_tile * state[None, :]"),
     "the state before the last step": ("row(h_tile, STEPS - 1)", "row(h_tile, STEPS - 2)"),
     "lambda after the first step": ("row(lambda_tile, STEPS - 1)", "row(lambda_tile, STEPS - 2)"),
     "one direction for all": ("steps_of_tile(STEPS, REVERSE)", "steps_of_tile(STEPS, False)"),
@@ -145,8 +146,9 @@ def test_it_compiles_beside_the_interpreter_without_a_gpu(architecture):
     stage = stages.load("46")
     for time_dim in (1, 2):
         arguments = stage.family.make(stage.sizes((1, 1024, 64)), torch.float32, time_dim=time_dim)
-        stage.scan(*arguments, time_dim=time_dim)
-        (kernel,) = triton_kernels.compiled_for(architecture, lambda a=arguments, d=time_dim: stage.scan(*a, time_dim=d))
+        call = partial(stage.scan, *arguments, time_dim=time_dim)
+        call()
+        (kernel,) = triton_kernels.compiled_for(architecture, call)
         ptx = kernel.asm["ptx"]
         assert "st.global.v4" in ptx and "cp.async.cg.shared.global" in ptx
         assert "shfl.sync" in ptx and "bar.sync" in ptx

@@ -7,11 +7,11 @@
 # Idea      Say what happens to a tile of [steps, channels] and how two maps become one, and no more. associative_scan
 #           combines along time, in whatever grouping; the compiler hands out the words to threads, and puts in what
 #           shuffles and barriers that takes. A tile starts in the state in which the one before it has ended.
-# Mapping   program: the tiles of some channels of one batch, one after the other.  tile: by where the words lie, whole
-#           channels side by side (time_dim=1) or long pieces of time (time_dim=2), see `launch_scan`.
-# Cost      a and b read once, h written once. The backward reads g, a and h and writes da and db: what it needs of the
-#           neighbouring steps it loads where they lie, for no program sees its threads, to pass a word from one to
-#           another. No x-ray has counted this: the CPU device runs CUDA C++.
+# Mapping   program: some channels of one batch, a tile of their time after the other.  tile: by where the words lie,
+#           rows of 128 bytes of channels (time_dim=1), or a long piece of time (time_dim=2), see `shape_of`.
+# Cost      Forward: a and b read once, h written once. Backward: g, a and h read once, da and db written; a and h are
+#           those of neighbouring steps, which threads cannot hand on here: loaded where they lie, with time_dim=2 at
+#           odd places, a word at a time. Not counted: the CPU device with its x-ray runs CUDA C++.
 # Limits    Products of a are rounded, nothing keeps the rest (`low` of stage 44): near 1 that costs a digit. How steps
 #           are grouped, hence how a result is rounded, is the compiler's choice, by dtype and alignment. A program is
 #           some channels': few of them leave multiprocessors idle (stage 45).
@@ -19,6 +19,7 @@
 
 import triton
 import triton.language as tl
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Two pieces of time, state -> a state + b, the older one first: not the same as the other way round. From 0 a piece
@@ -182,8 +183,8 @@ def scan_tiles_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tile, by where the words of [B, T, D] lie, and the grid. Channels side by side: 128 bytes of them, so that a row is
-# whole sectors, and 64 steps. Steps side by side: 1024, of few channels. What a problem has less of, the other has more.
+# The grid, and the tile, by where the words of [B, T, D] lie. Channels side by side: 128 bytes of them, so that a row
+# is whole sectors, and 64 steps. Steps side by side: 1024. Of what a problem has fewer of, it takes more of the other.
 def shape_of(x):
     batch, seq, channels = x.shape
     size = x.element_size()

@@ -1,9 +1,10 @@
 """Compile every kernel for the GPUs that the project is written for, and refuse what a reader could not see.
 
-`python -m stages.toolkit.check_cuda [STAGE ...]` needs nvcc, and Triton for kernels in Triton, no GPU. For sm_80 and sm_90a it refuses warnings, spills
-and stack frames that a stage does not announce (`spills = True` in its stage.py), more registers than the stage's
-budget (`registers`, 64 if it says nothing), and more static shared memory than every GPU gives a block. A kernel in
-Triton has no budget, for its author does not hand out registers; it has one row for each way that it is compiled.
+`python -m stages.toolkit.check_cuda [STAGE ...]` needs nvcc, and Triton for kernels in Triton, no GPU. For sm_80 and
+sm_90a it refuses warnings, spills and stack frames that a stage does not announce (`spills = True` in its stage.py),
+more registers than the stage's budget (`registers`, 64 if it says nothing), and more static shared memory than every
+GPU gives a block. A kernel in Triton has no budget, for its author does not hand out registers; it has a row for each
+way that it is compiled.
 """
 
 import re
@@ -97,7 +98,7 @@ def compile_kernels(name: str, architectures: Iterable[str] = DEFAULT_ARCHITECTU
 
 
 def compile_triton(name: str, architectures: Iterable[str]) -> list[Kernel]:
-    """The kernels of a stage in Triton for its first benchmark of the CPU: every dtype and set of options, both ways."""
+    """The kernels of a stage in Triton, forward and backward, for the first of its sizes for a CPU, in every dtype."""
     import torch
 
     from stages import load

@@ -261,7 +261,7 @@ def exercise(of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: 
 def exercise_error(
     of: str | Kernel, answer: Mapping[str, str], arguments: tuple[object, ...], *sizes: int, at_most: float
 ) -> None:
-    """Mark an answer by values alone, where there is no x-ray: right on a problem of these sizes, and close.
+    """Mark an answer to an exercise on a kernel in Triton: it compiles, is right on a problem, and close on another.
 
     Args:
         of: The kernel to start from.
@@ -276,11 +276,12 @@ def exercise_error(
         return
     try:
         tried = change(of, answer)
+        tried.compiled(*sizes)  # which is stricter about types than the interpreter
         right, error = tried.is_right(*sizes), tried.error(*arguments, **tried.options)
-    except (ValueError, KernelFault, build.BuildError) as problem:
+    except (ValueError, KernelFault) as problem:
         print(f"This cannot be tried: {problem}")
     except Exception as problem:  # whatever a kernel in Python may raise
-        print(f"Not yet. The kernel did not end: {type(problem).__name__}: {problem}")
+        print(f"Not yet. It does not compile, or does not run: {str(problem).splitlines()[-1]}")
     else:
         enough = f"{'at most' if error <= at_most else 'more than'} {at_most:g}"
         solved = right and error <= at_most

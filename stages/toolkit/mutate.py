@@ -505,8 +505,8 @@ def report(stage: Stage, jobs: int = 2, listed: bool = False, recorded: bool = F
     """
     if stage.in_triton:
         raise NotAvailable(
-            f"{stage.name}: `mutate` breaks CUDA C++ and has the x-ray look at it; of a kernel in Triton the stage's own "
-            f"tests break some places: python -m stages test {stage.number} -k broken"
+            f"{stage.name}: `mutate` breaks CUDA C++ and has the x-ray look at it; of a kernel in Triton the stage's "
+            f"own tests break some places: python -m stages test {stage.number} -k broken"
         )
     if listed:
         rows = [(str(m.line), m.kind, m.change) for m in mutants(stage.source.read_text(encoding="utf-8"))]

@@ -103,7 +103,9 @@ class Stage:
 
     def fits(self, sizes: Iterable[int]) -> bool:
         """Are the sizes whole multiples of the tiles, so that the closed forms of the header hold?"""
-        return self.cost is not None and all(size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True))
+        return self.cost is not None and all(
+            size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True)
+        )
 
     def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], ...]:
         """The sets of keyword options that the checks run in a dtype."""
