@@ -423,7 +423,7 @@ def test_exercise_46(capsys):
         ({"row(h_tile, STEPS - 1)": "row(h_tile, 0)"}, "The result is wrong, the relative error more than 3e-06."),
         ({"inside, 1.0).to(Sum)": "inside, 1.0).to(Sum) "}, "The result is right, the relative error more than 3e-06."),
         ({"no such line": ""}, "This cannot be tried: 'no such line' is not in stages/46_scan_triton/kernel.py"),
-        ({"h_tile, inside)": "h_tile)"}, "This cannot be tried: out of bounds: program (0, 0, 0) reaches "),
+        ({"h_tile, inside)": "h_tile)"}, "This cannot be tried: out of bounds: program (9, 0, 0) reaches "),
     ):
         lab.exercise_error(scan, changes, arguments, 2, 1100, 5, at_most=3e-6)
         assert capsys.readouterr().out.startswith(reply)
