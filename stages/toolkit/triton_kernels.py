@@ -75,13 +75,15 @@ class TritonKernels(kernels.Kernels):
         if device.type == "cuda":
             with _one_at_a_time, torch.cuda.device(device):
                 getattr(self.module("compiled"), function)(*arguments)
-        elif kernels.recorder is not None:
+            return
+        if kernels.recorder is not None:
             raise NotAvailable(no_xray(self.name))
-        elif _compiling:
-            getattr(self.module("compiled"), function)(*arguments)
-        else:
-            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-            with _one_at_a_time, interpreter_for(tensors), np.errstate(all="ignore"):
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        with _one_at_a_time:
+            if _compiling:
+                getattr(self.module("compiled"), function)(*arguments)
+                return
+            with interpreter_for(tensors), np.errstate(all="ignore"):
                 getattr(self.module("interpreted"), function)(*arguments)
 
 
@@ -114,6 +116,7 @@ def scan_whole(self: Any, given: tuple[Any, ...]) -> list[Any]:
         older = [self.to_tensor(np.roll(x, distance, self.axis), dtype) for x, dtype in zip(data, types, strict=True)]
         own = map(self.to_tensor, data, types)
         joined = self.combine_fn.fn(*older, *own)
+        joined = joined if isinstance(joined, tuple) else (joined,)
         data = [np.where(place < distance, x, new.handle.data) for x, new in zip(data, joined, strict=True)]
         distance *= 2
     return list(map(self.to_tensor, data, types))
