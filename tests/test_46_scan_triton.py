@@ -12,7 +12,7 @@ from scan_cases import SIZES, WAYS, ScanCases  # noqa: E402
 
 import stages  # noqa: E402
 from stages.families import FLOATING  # noqa: E402
-from stages.toolkit import kernels, triton_kernels, xray  # noqa: E402
+from stages.toolkit import check_cuda, kernels, triton_kernels, xray  # noqa: E402
 from stages.toolkit.verify import relative_error  # noqa: E402
 
 BROKEN = {  # what is taken out or turned around, and what stands in its place
@@ -140,7 +140,7 @@ def test_the_interpreter_leaves_triton_as_it_was():
         stage.kernels.module("compiled").combine(1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("architecture", ["8.0", "9.0a"])
+@pytest.mark.parametrize("architecture", ["8.0", "9.0"])
 def test_it_compiles_beside_the_interpreter_without_a_gpu(architecture):
     """And asks for 16 bytes at a time, ahead of time, where words lie side by side."""
     stage = stages.load("46")
@@ -152,7 +152,17 @@ def test_it_compiles_beside_the_interpreter_without_a_gpu(architecture):
         ptx = kernel.asm["ptx"]
         assert "st.global.v4" in ptx and "cp.async.cg.shared.global" in ptx
         assert "shfl.sync" in ptx and "bar.sync" in ptx
-        assert "0 bytes spill stores" in triton_kernels.assemble(kernel, architecture)
+        assert "0 bytes spill stores" in triton_kernels.assemble(kernel)
+
+
+def test_the_build_check_compiles_it(monkeypatch):
+    stage = stages.load("46")
+    monkeypatch.setattr(stage, "dtypes", (torch.float16,))
+    found = check_cuda.compile_kernels(stage.name, ["9.0a"])
+    assert [k.name for k in found[:2]] == ["scan_tiles<float16, 1>", "scan_tiles_backward<float16, 1>"]
+    assert len(found) == 2 * len(stage.options())
+    assert {(k.architecture, k.spill, k.stack) for k in found} == {("sm_90a", 0, 0)}
+    assert all(k.registers > 0 and k.complaints(stage.registers, stage.spills) == [] for k in found)
 
 
 def test_a_setting_of_the_user_changes_nothing(monkeypatch, tmp_path):

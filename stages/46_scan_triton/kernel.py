@@ -184,7 +184,7 @@ def scan_tiles_backward(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The grid, and the tile, by where the words of [B, T, D] lie. Channels side by side: 128 bytes of them, so that a row
-# is whole sectors, and 64 steps. Steps side by side: 1024. Of what a problem has fewer of, it takes more of the other.
+# is whole sectors, and 64 steps (32 in 16 bits). Steps side by side: 1024. With fewer of them, more of the other.
 def shape_of(x):
     batch, seq, channels = x.shape
     size = x.element_size()

@@ -117,7 +117,7 @@ def compile_triton(name: str, architectures: Iterable[str]) -> list[Kernel]:
 
                 words = ", ".join([str(dtype).removeprefix("torch."), *map(str, options.values())])
                 for found in triton_kernels.compiled_for(architecture, both):
-                    (kernel,) = parse_ptxas(triton_kernels.assemble(found, architecture))
+                    (kernel,) = parse_ptxas(triton_kernels.assemble(found))
                     kernel = replace(kernel, name=f"{kernel.name}<{words}>")
                     kernels[kernel.name, kernel.architecture] = kernel
     return list(kernels.values())

@@ -259,13 +259,13 @@ def compiled_for(architecture: str, call: Callable[[], object]) -> list[Any]:
     return found
 
 
-def assemble(kernel: Any, architecture: str) -> str:
+def assemble(kernel: Any) -> str:
     """What Triton's own ptxas says of a compiled kernel: its registers, and what it spills."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(kernel.asm["ptx"])
-        name = f"-arch=sm_{architecture.replace('.', '')}"
-        command = [triton().knobs.nvidia.ptxas.path, "-v", name, str(source), "-o", str(source.with_suffix(".cubin"))]
+        target = "-arch=" + re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)[1]
+        command = [triton().knobs.nvidia.ptxas.path, "-v", target, str(source), "-o", str(source.with_suffix(".cubin"))]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise build.BuildError(f"ptxas does not take what Triton made: {done.stdout.strip()[:300]}")
