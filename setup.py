@@ -50,7 +50,7 @@ class BuildStages(build_ext):
 
     def run(self):
         try:
-            names = build.select(os.environ.get("STAGES") or "all")
+            names = list(filter(build.has_modules, build.select(os.environ.get("STAGES") or "all")))
             variants = default_variants()
             build.build(names, variants, jobs=self.parallel, force=bool(self.force))
         except build.BuildError as error:

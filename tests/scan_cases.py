@@ -71,12 +71,24 @@ def truth_of(arguments: list[Tensor | None], g: Tensor, **options) -> list[Tenso
     return gradients(scan.reference, [None if x is None else widened(x) for x in arguments], widened(g), **options)
 
 
+def same_but_rounded(x: Tensor, y: Tensor) -> bool:
+    """Up to what another grouping of the steps makes of them; in 16 bits, of which way they are rounded."""
+    allowed = scan.tolerance({}, x.dtype)["output"] / (10 if x.element_size() > 2 else 1)
+    return x.shape == y.shape and relative_error(x, widened(y)) <= allowed
+
+
 class ScanCases(StageCases):
     odd = (3, 70, 35)
     small = (2, 5, 3)
     # Whether the stage multiplies a by a, as scan.incumbent does. Of (1 - x) (1 - y) = 1 - x - y + x y float32 loses
     # the last term where it is small, always to the same side. A walk, which multiplies a by h alone, is closer.
     joins = False
+    # Whether steps are grouped alike however tensors lie and how long they are: then results are, bit for bit.
+    grouped_alike = True
+
+    def agree(self, x: Tensor, y: Tensor) -> bool:
+        """Equal, bit for bit unless the stage groups the steps otherwise."""
+        return torch.equal(x, y) if self.grouped_alike else same_but_rounded(x, y)
 
     def random_grad(self, arguments: list[Tensor], seed: int = 1) -> Tensor:
         b = arguments[1]
@@ -225,7 +237,7 @@ class ScanCases(StageCases):
             there = self.results([x.flip(time_dim) for x in (a, b)] + [h0], g.flip(time_dim), time_dim=time_dim)
             back = self.results([a, b, h0], g, time_dim=time_dim, reverse=True)
             for x, y in zip(there, back, strict=True):
-                assert torch.equal(x.flip(time_dim) if x.dim() == 3 else x, y)
+                assert self.agree(x.flip(time_dim) if x.dim() == 3 else x, y)
 
     def test_both_layouts_give_the_same(self, device):
         a, b, h0 = self.arguments(self.odd, device=device, time_dim=1)
@@ -247,7 +259,7 @@ class ScanCases(StageCases):
         for rows, cols in ((slice(1, 3), slice(7, 39)), (slice(3, 4), slice(0, 1))):
             part = self.results([a[rows, :, cols], b[rows, :, cols], h0[rows, cols]], g[rows, :, cols], time_dim=1)
             for x, y in zip(whole, part, strict=True):
-                assert torch.equal(x[rows, ..., cols], y)
+                assert self.agree(x[rows, ..., cols], y)
 
     # ---- gradients
 
@@ -305,7 +317,7 @@ class ScanCases(StageCases):
             h = self.stage.scan(*arguments, **options)
             one = torch.autograd.grad(h.sum(), arguments, retain_graph=True)  # stride 0 in all dimensions
             two = torch.autograd.grad(h, arguments, torch.ones_like(h))
-            assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+            assert all(self.agree(x, y) for x, y in zip(one, two, strict=True))
 
     def test_nothing_is_overwritten(self, device):
         """Neither the inputs nor, by the backward, the output."""
@@ -332,7 +344,7 @@ class ScanCases(StageCases):
             for n in range(4):
                 given = [viewed(view, x) if n == m else x for m, x in enumerate(arguments)]
                 found = self.results(given[:3], given[3], time_dim=time_dim)
-                assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+                assert all(self.agree(x, y) for x, y in zip(found, expected, strict=True))
                 assert all(x.is_contiguous() for x in found)
 
     def test_expanded_inputs(self, device):
@@ -346,7 +358,7 @@ class ScanCases(StageCases):
         ):
             found = self.results(list(given), time_dim=1)
             expected = self.results([x.contiguous() for x in given], time_dim=1)
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+            assert all(self.agree(x, y) for x, y in zip(found, expected, strict=True))
 
     def test_views_are_not_copied(self, device):
         """Of the kinds that models have: three projections side by side, and [T, B, D]."""
@@ -373,6 +385,7 @@ class ScanCases(StageCases):
 
     def test_blocks_are_counted_along_x_alone(self):
         """y and z of a grid end at 65535, which batch x channels may pass."""
+        self.needs_xray()
         arguments = self.arguments(self.odd, requires_grad=True)
         for options in WAYS:
             with xray.recording() as report:
@@ -414,7 +427,7 @@ class ScanCases(StageCases):
         a = torch.rand(1, 70_000, 32_768, dtype=torch.bfloat16, device="cuda")
         b = a.flip(1)
         assert a.numel() > 2**31
-        assert torch.equal(self.stage.scan(a, b)[..., -5:], self.stage.scan(a[..., -5:], b[..., -5:]))
+        assert self.agree(self.stage.scan(a, b)[..., -5:], self.stage.scan(a[..., -5:], b[..., -5:]))
 
     @GPU
     @pytest.mark.skipif(free_gpu_memory() < 20e9, reason="needs 20 GB of GPU memory")
@@ -426,13 +439,14 @@ class ScanCases(StageCases):
         for time_dim in (1, 2):
             expected = self.results([a.contiguous(), a.contiguous(), None], time_dim=time_dim)
             results = self.results([a, a, None], time_dim=time_dim)
-            assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+            assert all(self.agree(x, y) for x, y in zip(results, expected, strict=True))
 
     # ---- the x-ray
 
     @pytest.mark.parametrize("dtype", FLOATING + COMPLEX, ids=str)
     @pytest.mark.parametrize("factors", [1, 2, 3])
     def test_counts_of_the_backward_equal_their_closed_forms(self, factors, dtype):
+        self.needs_xray()
         if not self.stage.gradients:
             pytest.skip("this stage has no backward")
         backward_cost = import_module(f"stages.{self.stage.name}.stage").backward_cost
@@ -449,6 +463,7 @@ class ScanCases(StageCases):
 
     @pytest.mark.parametrize("sizes", [(2, 130, 70), (3, 1, 1), (1, 65, 33), (2, 257, 3), (1, 40, 128)], ids=str)
     def test_the_x_ray_finds_no_fault(self, sizes):
+        self.needs_xray()
         for way in WAYS:
             for state in (True, False):
                 a, b, h0 = self.arguments(sizes, **{"time_dim": 1, **way})

@@ -84,12 +84,32 @@ def test_build(call, monkeypatch):
 
 @pytest.mark.parametrize("name", stages.names())
 def test_run(name, call):
+    in_triton = stages.load(name).in_triton
+    if in_triton:
+        pytest.importorskip("triton")
     code, out, _ = call("run", name, "--device", "cpu")
     assert code == 0
     assert out.endswith(f"{name}: passed\n")
-    assert "No faults." in out and "WRONG" not in out
+    assert ("has no x-ray" if in_triton else "No faults.") in out and "WRONG" not in out
     assert all(dtype in out for dtype in ("float64", "float32", "float16", "bfloat16"))
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_what_there_is_not_of_a_kernel_in_triton(call):
+    for command, words in (
+        (("xray",), "46_scan_triton has no x-ray: its kernel is written in Triton, and the CPU device runs and counts"),
+        (("bench", "--device", "cpu"), "46_scan_triton: without a GPU `bench` measures the CPU device, which"),
+        (("mutate",), "46_scan_triton: `mutate` breaks CUDA C++ and has the x-ray look at it; of a kernel in Triton"),
+        (("mutate", "--list"), "46_scan_triton: `mutate` breaks CUDA C++"),
+    ):
+        code, out, complaint = call(command[0], "46", *command[1:])
+        assert (code, out) == (1, "") and complaint.startswith(f"error: {words}") and complaint.count("\n") == 1
+    code, out, _ = call("build", "46")
+    assert (code, out) == (0, "nothing to build: 46_scan_triton is in Triton, which compiles at the first call\n")
+    code, out, _ = call("diff", "44", "46")
+    assert code == 0
+    assert all(" ".join(stages.load(n).header["Idea"].split()) in " ".join(out.split()) for n in ("44", "46"))
+    assert "kernel.cu is in CUDA C++, " in out and "kernel.py in Triton, " in out and "@@" not in out
 
 
 def test_run_fails_when_the_kernel_is_wrong(call, tmp_path):

@@ -10,10 +10,12 @@ nbformat = pytest.importorskip("nbformat", reason="needs the notebooks' packages
 pytest.importorskip("nbclient")
 pytest.importorskip("matplotlib")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import stages  # noqa: E402
-from stages.toolkit import build, chapter, lab, notebooks, picture  # noqa: E402
+from stages.toolkit import build, chapter, lab, notebooks, picture, triton_kernels  # noqa: E402
+from stages.toolkit.errors import NotAvailable  # noqa: E402
 from stages.toolkit.report import METRICS  # noqa: E402
 
 PATHS = notebooks.paths()
@@ -22,6 +24,8 @@ SECONDS = 60
 
 @pytest.fixture(params=PATHS, ids=[path.stem for path in PATHS])
 def path(request):
+    if stages.load(request.param.stem).in_triton:
+        pytest.importorskip("triton")
     return request.param
 
 
@@ -402,6 +406,30 @@ def test_exercise_44(capsys):
     lab.exercise("44", {"  Sum state = carry;": f"{own}Sum state = carry;"}, *size, at_most=limits)
 
 
+def test_exercise_46(capsys):
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    a = 1 - 2e-5 * torch.rand(1, 1, 1 << 15, generator=generator)
+    arguments, scan = (a, torch.randn(a.shape, generator=generator)), lab.kernel("46", time_dim=2)
+    answer = {
+        "inside, 1.0).to(Sum)": "inside, 1.0).to(tl.float64)",
+        "a_tile * state[None, :], 0.0)": "(a_tile * state[None, :]).to(Sum), 0.0)",
+        "tl.where(nowhere, 0.0, a_newer * b_older)": "tl.where(nowhere, 0.0, a_newer * b_older).to(b_newer.dtype)",
+    }
+    for changes, reply in (
+        ({}, "No answer yet."),
+        (answer, "The result is right, the relative error at most 3e-06.\n\nSolved."),
+        ({"inside, 1.0).to(Sum)": "inside, 1.0).to(tl.float64)"}, "Not yet. It does not compile, or does not run: "),
+        ({"row(h_tile, STEPS - 1)": "row(h_tile, 0)"}, "The result is wrong, the relative error more than 3e-06."),
+        ({"inside, 1.0).to(Sum)": "inside, 1.0).to(Sum) "}, "The result is right, the relative error more than 3e-06."),
+        ({"no such line": ""}, "This cannot be tried: 'no such line' is not in stages/46_scan_triton/kernel.py"),
+        ({"h_tile, inside)": "h_tile)"}, "This cannot be tried: out of bounds: program (9, 0, 0) reaches "),
+    ):
+        lab.exercise_error(scan, changes, arguments, 2, 1100, 5, at_most=3e-6)
+        assert capsys.readouterr().out.startswith(reply)
+    assert scan.is_right(2, 70, 33)
+
+
 def test_exercise_47(capsys):
     size = (1, 64, 64)
     limits = {"shared_store_wavefronts": 0, "store_sectors": size[1] * size[2] // 4}
@@ -554,6 +582,31 @@ def test_the_pieces_of_a_scan():
     size = (1, 2048, 1)
     shown = picture.pieces(lab.kernel("44").xray(*size, block=0), size[1])
     assert shown.words == "48 requests of 8 warps; 2,048 steps asked for before a store."
+
+
+def test_what_triton_hands_to_which_thread():
+    pytest.importorskip("triton")
+    size = (1, 1024, 64)
+    panels = {f"time_dim={n}": lab.kernel("46", time_dim=n).compiled(*size) for n in (1, 2)}
+    for kernel in panels.values():
+        layout = triton_kernels.layout(kernel)
+        owners = layout.owners().reshape(-1, 2)
+        each = np.bincount(owners @ [32, 1])
+        assert (len(each), set(each)) == (128, {np.prod(layout.shape) // 128})  # all threads have as many
+        assert triton_kernels.instructions(kernel)["shuffles"] > 0
+    assert picture.handed_out(panels).words == (
+        "What lane 9 of warp 2 holds of a tile; time_dim=1: 4 steps of 4 channels; time_dim=2: 8 steps of 1 channel."
+    )
+    with pytest.raises(ValueError, match="44_scan_warp is not written in Triton"):
+        lab.kernel("44").compiled(*size)
+    with pytest.raises(NotAvailable, match="46_scan_triton has no x-ray"):
+        lab.kernel("46").xray(*size)
+
+
+def test_owners_in_a_layout():
+    layout = triton_kernels.Layout((4, 8), thread=(1, 2), lanes=(2, 2), warps=(2, 1), order=(1, 0))
+    assert layout.owners()[..., 0].tolist() == [[0] * 8] * 2 + [[1] * 8] * 2
+    assert layout.owners()[:2, :, 1].tolist() == [[0, 0, 1, 1] * 2, [2, 2, 3, 3] * 2]
 
 
 def test_fragments_are_those_of_the_instruction():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import XRAYED
 
 import stages
 from stages.families import adaptive_unitary, axpy, matmul, qkv, scan, vlstm
@@ -99,7 +100,7 @@ def test_a_stage_may_have_options_and_dtypes_of_its_own_and_no_backward(tmp_path
 # ---- a call
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", XRAYED)
 def test_a_call_costs_less_than_ten_microseconds(name, device):
     """All but the kernel: checks, dispatch, allocation and binding, beside torch.empty_like.
 

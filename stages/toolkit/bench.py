@@ -30,6 +30,11 @@ def bench(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype, device: st
 
 
 def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    if stage.in_triton:
+        raise NotAvailable(
+            f"{stage.name}: without a GPU `bench` measures the CPU device, which does not run Triton, and how long "
+            "Triton's interpreter takes says nothing; with one, it measures the kernel"
+        )
     options = stage.options(dtype)[0]
     arguments = stage.family.make(sizes, dtype, **options)
     report = stage.xray(*arguments, **options)

@@ -6,6 +6,8 @@ A stage `stages/12_matmul_shared/` has two sources, `kernel.cu` and `binding.cpp
     _xray   the same, instrumented          + binding + common/simt     runs on the CPU device, counted and checked
     _cuda   kernel.cu by nvcc               + binding + CUDA's runtime  runs on a GPU
 
+A stage whose kernel is written in Triton has a `kernel.py` in their place, which nothing has to be built of.
+
 Every object and every module is one `Unit`: a command, an output, and beside it a small json "stamp" that says what it
 was made from. A unit is out of date when its command, its compiler or any file in its stamp has changed. `setup.py`
 calls `build`, the first use of a stage calls `ensure`; flags and compilers are in compilers.py. Only the standard
@@ -76,7 +78,17 @@ def module_path(name: str, variant: str) -> Path:
 
 def stage_names() -> list[str]:
     """The names of all stages, such as "12_matmul_shared", in order."""
-    return sorted(path.parent.name for path in PACKAGE.glob("[0-9]*_*/kernel.cu"))
+    return sorted(folder.name for folder in PACKAGE.glob("[0-9]*_*") if kernel_of(folder.name))
+
+
+def kernel_of(name: str) -> Path | None:
+    """The file of a stage's kernel: CUDA C++ in kernel.cu, or Triton in kernel.py; None if there is neither."""
+    return next((path for path in (PACKAGE / name / "kernel.cu", PACKAGE / name / "kernel.py") if path.exists()), None)
+
+
+def has_modules(name: str) -> bool:
+    """Whether there is something to build of a stage: of CUDA C++ there is, Triton compiles at the first call."""
+    return (PACKAGE / name / "kernel.cu").exists()
 
 
 def select(text: str) -> list[str]:
@@ -385,11 +397,13 @@ def write_compile_commands(units: list[Unit]) -> None:
 def build(names, variants=None, *, jobs: int | None = None, progress: bool = True, force: bool = False) -> None:
     """Builds modules of stages, as far as they are out of date.
 
-    names: full names, as `select` gives them. variants: of "simt", "xray", "cuda"; by default the first two, and "cuda"
-    as USE_CUDA says. jobs: how many compilers at a time, by default one a core. force: rebuild all the same.
+    names: full names, as `select` gives them; those that have no modules are passed over. variants: of "simt", "xray",
+    "cuda"; by default the first two, and "cuda" as USE_CUDA says. jobs: how many compilers at a time, by default one a
+    core. force: rebuild all the same.
     Raises BuildError. Compilers still running are ended then, and on Ctrl-C.
     """
     variants = default_variants() if variants is None else tuple(variants)
+    names = list(filter(has_modules, names))
     runner, plans = Runner(jobs), [stage_plan(name, variants) for name in names]
     write_compile_commands([unit for name in names for unit in stage_plan(name, ("simt",)).objects])
     if force:

@@ -129,7 +129,7 @@ def dtype_name(dtype: str, options: Mapping[str, Any]) -> str:
 def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | None:
     """What the x-ray counts for each floating-point operation: whole sectors of global memory, loads and stores.
 
-    None where the closed forms do not hold.
+    None where the closed forms do not hold, and of a stage that has none.
     """
     if not stage.fits(size):
         return None

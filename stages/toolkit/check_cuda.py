@@ -1,18 +1,21 @@
 """Compile every kernel for the GPUs that the project is written for, and refuse what a reader could not see.
 
-`python -m stages.toolkit.check_cuda [STAGE ...]` needs nvcc, no GPU. For sm_80 and sm_90a it refuses warnings, spills
-and stack frames that a stage does not announce (`spills = True` in its stage.py), more registers than the stage's
-budget (`registers`, 64 if it says nothing), and more static shared memory than every GPU gives a block.
+`python -m stages.toolkit.check_cuda [STAGE ...]` needs nvcc, and Triton for kernels in Triton, no GPU. For sm_80 and
+sm_90a it refuses warnings, spills and stack frames that a stage does not announce (`spills = True` in its stage.py),
+more registers than the stage's budget (`registers`, 64 if it says nothing), and more static shared memory than every
+GPU gives a block. A kernel in Triton has no budget, for its author does not hand out registers; it has a row for each
+way that it is compiled.
 """
 
 import re
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stages.toolkit import build
 from stages.toolkit.compilers import DEFAULT_ARCHITECTURES, BuildError, capture, gencode, nvcc, nvcc_host
+from stages.toolkit.errors import NotAvailable
 
 SHARED_LIMIT = 48 * 1024  # more than this has to be asked for at run time, and static shared memory cannot
 STRICT = ("-Werror=all-warnings", "-Xcompiler=-Werror")
@@ -29,10 +32,10 @@ class Kernel:
     stack: int
     spill: int  # bytes stored and loaded
 
-    def complaints(self, registers: int, spills: bool) -> list[str]:
-        """What is wrong with it, for a stage with this budget."""
+    def complaints(self, registers: int | None, spills: bool) -> list[str]:
+        """What is wrong with it, for a stage with this budget; None: any number of registers is well."""
         found = []
-        if self.registers > registers:
+        if registers is not None and self.registers > registers:
             found.append(f"{self.registers} registers, the stage's budget is {registers}")
         if self.spill and not spills:
             found.append(f"{self.spill} bytes of registers spilled, which the stage does not announce")
@@ -75,7 +78,14 @@ def bare_name(name: str) -> str:
 
 
 def compile_kernels(name: str, architectures: Iterable[str] = DEFAULT_ARCHITECTURES, extra=STRICT) -> list[Kernel]:
-    """Compiles the kernel of a stage, with warnings refused, and gives what ptxas says of it."""
+    """Compiles the kernel of a stage, with warnings refused, and gives what ptxas says of it.
+
+    Raises:
+        BuildError: It does not compile.
+        NotAvailable: It is written in Triton, which is not installed.
+    """
+    if not build.has_modules(name):
+        return compile_triton(name, architectures)
     flags = [flag for architecture in architectures for flag in gencode(architecture)]
     source, folder = build.PACKAGE / name / "kernel.cu", build.OBJECTS / name / "check"
     unit = build.compile_unit("cuda", name, source, folder, nvcc(), (*flags, *nvcc_host(), *extra, "-Xptxas=-v"))
@@ -85,6 +95,32 @@ def compile_kernels(name: str, architectures: Iterable[str] = DEFAULT_ARCHITECTU
     if not kernels:
         raise BuildError(f"{name}: kernel.cu holds no kernel that nvcc compiles; its launcher has to launch one")
     return kernels
+
+
+def compile_triton(name: str, architectures: Iterable[str]) -> list[Kernel]:
+    """The kernels of a stage in Triton, forward and backward, for the first of its sizes for a CPU, in every dtype."""
+    import torch
+
+    from stages import load
+    from stages.toolkit import triton_kernels
+
+    stage, kernels = load(name), {}
+    for architecture in architectures:
+        for dtype in stage.dtypes:
+            for options in stage.options(dtype):
+                arguments = stage.family.make(stage.sizes(stage.bench["cpu"][0]), dtype, **options)
+                given = [x.requires_grad_() for x in arguments]
+
+                def both(given=given, options=options) -> None:
+                    result = stage.function(*given, **options)
+                    torch.autograd.grad(result, given, result.detach())
+
+                words = ", ".join([str(dtype).removeprefix("torch."), *map(str, options.values())])
+                for found in triton_kernels.compiled_for(architecture, both):
+                    (kernel,) = parse_ptxas(triton_kernels.assemble(found))
+                    kernel = replace(kernel, name=f"{kernel.name}<{words}>")
+                    kernels[kernel.name, kernel.architecture] = kernel
+    return list(kernels.values())
 
 
 def main(arguments: list[str]) -> int:
@@ -98,17 +134,21 @@ def main(arguments: list[str]) -> int:
         for name, future in compiled.items():
             stage = stages.load(name)
             registers, spills = getattr(stage, "registers", 64), getattr(stage, "spills", False)
+            budget = "-" if registers is None else registers
             try:
                 kernels = future.result()
             except BuildError as error:
                 failed.append(str(error))
                 print(f"{name:24} does not compile")
                 continue
+            except NotAvailable as error:
+                print(f"{name:24} not checked: {error}")
+                continue
             for kernel in kernels:
                 complaints = kernel.complaints(registers, spills)
                 failed += [f"{name}: {text}" for text in complaints]
                 row = f"{name:24} {kernel.name:32} {kernel.architecture:7}"
-                row += f" {kernel.registers:4}/{registers:<4} {kernel.shared:7} {kernel.spill:7} {kernel.stack:6}"
+                row += f" {kernel.registers:4}/{budget:<4} {kernel.shared:7} {kernel.spill:7} {kernel.stack:6}"
                 print(row + ("  <-- refused" if complaints else ""))
     for text in failed:
         print(f"\nrefused: {text}", file=sys.stderr)

@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import accuracy, against, bench, build, chapter, device, diff, mutate, render, verify, xray
+from stages.toolkit import (
+    accuracy,
+    against,
+    bench,
+    build,
+    chapter,
+    device,
+    diff,
+    mutate,
+    render,
+    triton_kernels,
+    verify,
+    xray,
+)
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.kernels import VARIANTS
 from stages.toolkit.report import Report
@@ -63,15 +76,18 @@ def info(options: argparse.Namespace) -> int:
     print(f"{stage.name}: {stage.title}\n")
     for heading, text in stage.header.items():
         print(f"  {heading:8}  " + text.replace("\n", "\n" + " " * 12))
-    built = [variant for variant in VARIANTS if build.module_path(stage.name, variant).exists()]
+    built = [f"_{variant}" for variant in VARIANTS if build.module_path(stage.name, variant).exists()]
+    files = f"{stage.source.name}, {'' if stage.in_triton else 'binding.cpp, '}stage.py"
     facts = {
         "function": f"stages.load({stage.operator!r}).{stage.family.CALL}",
         "operator": f"torch.ops.stages.{stage.operator}",
         "dtypes": ", ".join(map(_dtype_name, stage.dtypes)),
         "registers": f"at most {stage.registers} a thread{', may spill' if stage.spills else ''}",
-        "built": ", ".join(f"_{variant}" for variant in built) or "not yet",
-        "sources": f"{_short(stage.folder)}/ kernel.cu, binding.cpp, stage.py",
+        "built": ", ".join(built) or "not yet",
+        "sources": f"{_short(stage.folder)}/ {files}",
     }
+    if stage.in_triton:
+        facts |= {"registers": "as many as Triton uses", "built": "by Triton, at the first call on a GPU"}
     print("\n" + "\n".join(f"  {name:10}  {fact}" for name, fact in facts.items()))
     return 0
 
@@ -79,7 +95,12 @@ def info(options: argparse.Namespace) -> int:
 def build_stages(options: argparse.Namespace) -> int:
     chosen = names() if "all" in options.stages else [find(name) for name in options.stages]
     build.build(chosen, options.variant, jobs=options.jobs, force=options.force)
-    print(f"built: {', '.join(chosen)}")
+    built = list(filter(build.has_modules, chosen))
+    if built:
+        print(f"built: {', '.join(built)}")
+    for name in chosen:
+        if name not in built:
+            print(f"nothing to build: {name} is in Triton, which compiles at the first call")
     return 0
 
 
@@ -113,10 +134,14 @@ def run(options: argparse.Namespace) -> int:
         problem = ", ".join(filter(None, (str(r.sizes), _dtype_name(r.dtype), _options(r.options))))
         print(f"WRONG: {r.what}, {problem}: error {r.error:.1e}, allowed {r.tolerance:.1e}")
 
-    report = xrayed(stage, stage.sizes(stage.family.XRAY), torch.float32)
-    print("\nX-ray of " + comparison(stage, stage.sizes(stage.family.XRAY), torch.float32, report))
-    print(f"\n{render.faults(report)}\nLine by line: python -m stages xray {stage.number}")
-    failed = bool(wrong or report.faults)
+    failed = bool(wrong)
+    if stage.in_triton:
+        print("\n" + render.wrap(triton_kernels.no_xray(stage.name) + "."))
+    else:
+        report = xrayed(stage, stage.sizes(stage.family.XRAY), torch.float32)
+        print("\nX-ray of " + comparison(stage, stage.sizes(stage.family.XRAY), torch.float32, report))
+        print(f"\n{render.faults(report)}\nLine by line: python -m stages xray {stage.number}")
+        failed |= bool(report.faults)
     print(f"\n{stage.name}: {'FAILED' if failed else 'passed'}")
     return int(failed)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stages.toolkit import build, render, stage, verify, xray
-from stages.toolkit.errors import KernelFault
+from stages.toolkit import build, render, stage, triton_kernels, verify, xray
+from stages.toolkit.errors import KernelFault, NotAvailable
 from stages.toolkit.report import Counts, Fault, Report
 
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
@@ -49,13 +49,41 @@ class Kernel:
         return self.stage.family.make(self.stage.sizes(sizes), dtype or self.dtype, **self.options)
 
     def xray(self, *sizes: int, schedule: str = "forward", seed: int = 0, block: int | None = None) -> Report:
-        """The x-ray of one call. With `block`, a block's linear index or -1 for all, it keeps the trace."""
+        """The x-ray of one call. With `block`, a block's linear index or -1 for all, it keeps the trace.
+
+        Raises:
+            NotAvailable: The kernel is written in Triton.
+        """
+        if self.stage.in_triton:
+            raise NotAvailable(triton_kernels.no_xray(self.stage.name))
         report, _ = self._call(sizes, schedule, seed, block)
         return report
 
     def is_right(self, *sizes: int, schedule: str = "forward", seed: int = 0) -> bool:
         """Whether the result agrees with the float64 reference. What the kernel did not write is NaN, hence wrong."""
         return self._call(sizes, schedule, seed, None)[1]
+
+    def compiled(self, *sizes: int, architecture: str = "9.0a") -> object:
+        """What Triton compiles for a call on a GPU, by default an H100: its `CompiledKernel`, with all texts in `asm`.
+
+        Raises:
+            NotAvailable: Triton is not installed.
+            ValueError: The kernel is not written in Triton.
+        """
+        if not self.stage.in_triton:
+            raise ValueError(f"{self.stage.name} is not written in Triton")
+        arguments = self.arguments(*sizes)
+        with self.in_place():
+            (found,) = triton_kernels.compiled_for(
+                architecture, lambda: self.stage.function(*arguments, **self.options)
+            )
+        return found
+
+    def error(self, *arguments: object, **options: object) -> float:
+        """How far its result for these arguments is from the float64 reference, |x - ref| / |ref|."""
+        with self.in_place():
+            result = self.stage.function(*arguments, **options)
+        return verify.relative_error(result, self.stage.family.reference(*arguments, **options))
 
     def formula(self, *sizes: int) -> Counts:
         """The counts that the closed forms of the kernel's header give."""
@@ -67,8 +95,9 @@ class Kernel:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """For a while, calls of the stage's functions on CPU tensors run this kernel, instrumented."""
-        paths = {variant: self._module() for variant in ("simt", "xray")} if self.changed else {}
+        """For a while, calls of the stage's functions on CPU tensors run this kernel, instrumented if it can be."""
+        variants = triton_kernels.VARIANTS if self.stage.in_triton else ("simt", "xray")
+        paths = {variant: self._module() for variant in variants} if self.changed else {}
         with self.stage.kernels.replaced(**paths):
             yield
 
@@ -77,7 +106,9 @@ class Kernel:
         with ExitStack() as stack:
             stack.enter_context(self.in_place())
             trace = {} if block is None else {"trace": TRACE, "trace_block": block}
-            report = stack.enter_context(xray.recording(schedule, seed, **trace))
+            report = Report()
+            if not self.stage.in_triton:
+                report = stack.enter_context(xray.recording(schedule, seed, **trace))
             output = (self.function or self.stage.function)(*arguments, **self.options)
         report.trace.sort(key=lambda access: access.block)  # blocks run side by side
         expected = verify.outputs(family.reference(*arguments, **self.options))
@@ -88,6 +119,8 @@ class Kernel:
 
     def _module(self) -> Path:
         """The changed kernel's module; that of float32 has no other dtypes and is there in a third of the time."""
+        if self.stage.in_triton:
+            return self.source
         flags = ("-DFLOAT_ONLY",) if self.dtype is torch.float32 else ()
         folder = self.source.parent / str(self.dtype).removeprefix("torch.")
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", folder, flags)
@@ -124,7 +157,7 @@ def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
         _check_once(base, text, old)
         text = text.replace(old, new)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    source = build.OBJECTS / "lab" / f"{base.stage.name}-{digest}" / "kernel.cu"
+    source = build.OBJECTS / "lab" / f"{base.stage.name}-{digest}" / base.stage.source.name
     if not source.exists():  # the same text was tried before otherwise
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(text, encoding="utf-8")
@@ -139,7 +172,7 @@ def _check_once(base: Kernel, text: str, old: str) -> None:
     where = [text.count("\n", 0, i) + 1 for i in range(len(text)) if text.startswith(old, i)]
     if len(where) == 1:
         return
-    file = f"stages/{base.stage.name}/kernel.cu" + (" (changed)" if base.changed else "")
+    file = f"stages/{base.stage.name}/{base.stage.source.name}" + (" (changed)" if base.changed else "")
     if where:
         lines = ", ".join(map(str, where))
         raise ValueError(f"{old!r} stands {len(where)} times in {file}, on lines {lines}; give more text around it")
@@ -223,6 +256,37 @@ def exercise(of: str | Kernel, answer: Mapping[str, str], *sizes: int, at_most: 
             print(f"Not yet. No faults, but the result is wrong in the {schedule} schedule.")
             return
     _mark(report, at_most)
+
+
+def exercise_error(
+    of: str | Kernel, answer: Mapping[str, str], arguments: tuple[object, ...], *sizes: int, at_most: float
+) -> None:
+    """Mark an answer to an exercise on a kernel in Triton: it compiles, is right on a problem, and close on another.
+
+    Args:
+        of: The kernel to start from.
+        answer: Changes as `change` takes them; empty: print how to answer.
+        arguments: What the result has to be close for, with the kernel's options.
+        sizes: A problem on which it has to be right.
+        at_most: How far from float64 it may be, |x - ref| / |ref|.
+    """
+    if not answer:
+        print(f"No answer yet. {HOW}")
+        print(f"Wanted: the right result, and a relative error of at most {at_most:g}.")
+        return
+    try:
+        tried = change(of, answer)
+        tried.compiled(*sizes)  # which is stricter about types than the interpreter
+        right, error = tried.is_right(*sizes), tried.error(*arguments, **tried.options)
+    except (ValueError, KernelFault) as problem:
+        print(f"This cannot be tried: {problem}")
+    except Exception as problem:  # whatever a kernel in Python may raise
+        print(f"Not yet. It does not compile, or does not run: {str(problem).splitlines()[-1]}")
+    else:
+        enough = f"{'at most' if error <= at_most else 'more than'} {at_most:g}"
+        solved = right and error <= at_most
+        print(f"The result is {'right' if right else 'wrong'}, the relative error {enough}.")
+        print("\nSolved." if solved else "\nNot yet.")
 
 
 def exercise_layout(name: str, before: tuple[Tensor, ...], answer: object, at_most: Mapping[str, int]) -> None:

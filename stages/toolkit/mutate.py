@@ -498,7 +498,16 @@ def write_record(stage: Stage, outcomes: list[Outcome]) -> None:
 
 
 def report(stage: Stage, jobs: int = 2, listed: bool = False, recorded: bool = False) -> int:
-    """The command `mutate`: prints the table, gives the exit code."""
+    """The command `mutate`: prints the table, gives the exit code.
+
+    Raises:
+        NotAvailable: The kernel is written in Triton, or `run` says so.
+    """
+    if stage.in_triton:
+        raise NotAvailable(
+            f"{stage.name}: `mutate` breaks CUDA C++ and has the x-ray look at it; of a kernel in Triton the stage's "
+            f"own tests break some places: python -m stages test {stage.number} -k broken"
+        )
     if listed:
         rows = [(str(m.line), m.kind, m.change) for m in mutants(stage.source.read_text(encoding="utf-8"))]
         print(render.table(("line", "", "changed"), rows, "><<"))

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, render
+from stages.toolkit import build, render, triton_kernels
 from stages.toolkit.compilers import capture
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.report import METRICS, Launch
@@ -335,6 +335,9 @@ def record(
     rows: list[dict[str, Any]] = []
     for name in stages:
         stage = load(name)
+        if stage.in_triton:
+            print(f"left out: {triton_kernels.no_xray(name)}", file=sys.stderr)
+            continue
         print(f"{name}: x-ray ... ", end="", file=sys.stderr, flush=True)
         taken = [dtype for dtype in dtypes if getattr(torch, dtype) in stage.dtypes]
         cases = cases_of(stage, sizes or problems(stage), taken)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from stages.toolkit import build, lab, render
+from stages.toolkit import build, lab, render, triton_kernels
 from stages.toolkit.lab import Kernel
 from stages.toolkit.report import METRICS, SECTOR, Access, Counts, Report
 
@@ -80,10 +80,10 @@ def code(kernel: Kernel, first: str, last: str) -> Shown:
     end = next((i for i in range(start, len(lines)) if last in lines[i]), None)
     if end is None:
         missing = first if start == len(lines) else last
-        raise ValueError(f"no line of stages/{kernel.stage.name}/kernel.cu holds {missing!r}")
+        raise ValueError(f"no line of stages/{kernel.stage.name}/{kernel.stage.source.name} holds {missing!r}")
     body = "\n".join(f"{i + 1:3}  {lines[i]}" for i in range(start, end + 1))
-    title = f"stages/{kernel.stage.name}/kernel.cu, lines {start + 1} to {end + 1}"
-    return _fenced("cpp", body, f"{title}\n{body}", title)
+    title = f"stages/{kernel.stage.name}/{kernel.stage.source.name}, lines {start + 1} to {end + 1}"
+    return _fenced("python" if kernel.stage.in_triton else "cpp", body, f"{title}\n{body}", title)
 
 
 def difference(before: Kernel, after: Kernel) -> Shown:
@@ -927,6 +927,40 @@ def look_back(panels: Mapping[str, Report], tiles: int) -> Picture:
     handles = [Patch(color=BLOCKS[1], label="state taken"), Patch(color=BLOCKS[0], label="map taken")]
     _legend(figure, [*handles, Patch(color=FAINT, label="the tile itself")])
     return Picture(figure, "; ".join(words) + ".")
+
+
+def handed_out(panels: Mapping[str, object], lane: int = 9, warp: int = 2) -> Picture:
+    """Which thread holds which word of a tile of [steps, channels] in what Triton has compiled: a colour for each warp.
+
+    Args:
+        panels: Kernels as `lab.Kernel.compiled` gives them. A tile of one channel is drawn in rows of steps.
+        lane, warp: A thread whose words are marked.
+    """
+    figure, axes = _figure(WIDTH, 4.9, len(panels))
+    words = []
+    for ax, (title, kernel) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        layout = triton_kernels.layout(kernel)
+        owners = layout.owners()  # of [steps, channels]: warp and lane
+        steps, channels = owners.shape[:2]
+        own = (owners == (warp, lane)).all(-1)
+        of_steps, of_channels = own.any(1).sum(), own.any(0).sum()
+        if channels == 1:
+            owners = owners.reshape(max(steps // 32, 1), -1, 2)
+            own = own.reshape(owners.shape[:2])
+        shade = 0.35 + 0.65 * owners[..., 1:] / 31
+        image = shade * np.array(BLOCKS)[owners[..., 0] % len(BLOCKS)] + (1 - shade)
+        image[own] = SHARED
+        _cells(ax, image, 0, 0, gap=True)
+        rows, cols = image.shape[:2]
+        along, down = ("steps →", "← rows of steps") if channels == 1 else ("channels →", "← steps")
+        ax.text(cols / 2, rows + 0.5, along, ha="center", va="top", color=INK, fontsize=9)
+        ax.text(-0.5, rows / 2, down, ha="right", va="center", color=INK, fontsize=9, rotation=90)
+        ax.set(xlim=(-2.5, cols + 0.5), ylim=(rows + 2.5, -0.5))
+        ax.set_title(f"{title}: {steps:,} × {channels}", fontsize=10)
+        words.append(f"{title}: {_plural(of_steps, 'step')} of {_plural(of_channels, 'channel')}")
+    handles = [Patch(color=colour, label=f"warp {i}") for i, colour in enumerate(BLOCKS)]
+    _legend(figure, [*handles, Patch(color=SHARED, label=f"lane {lane} of warp {warp}")])
+    return Picture(figure, f"What lane {lane} of warp {warp} holds of a tile; {'; '.join(words)}.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,22 +12,26 @@ from typing import Any
 import torch
 
 from stages.toolkit import build, xray
-from stages.toolkit.errors import StageNotFound
+from stages.toolkit.errors import NotAvailable, StageNotFound
 from stages.toolkit.kernels import Kernels
 from stages.toolkit.report import Counts, Report
+from stages.toolkit.triton_kernels import TritonKernels, no_xray
 
 
 class Stage:
     """What `stages.load` gives. The family's function is an attribute: `stages.load("12").matmul(a, b)`.
+
+    Its kernel is CUDA C++, in kernel.cu beside a binding.cpp, or Triton, in kernel.py. Of the latter there is no x-ray,
+    hence no `cost`; which registers it uses is its compiler's business.
 
     Args:
         file: The `__file__` of the stage's `stage.py`.
         family: The module of `stages.families` whose function the stage computes.
         lesson: What the stage teaches, in one line.
         cost: The closed forms of the kernel's header, as a function of the family's sizes and the bytes of an element.
-            They hold for sizes that are multiples of `aligned`.
+            They hold for sizes that are multiples of `aligned`. None: there is no x-ray that could tell.
         aligned: See `cost`.
-        registers: How many registers a thread may use, for any dtype; the build check refuses more.
+        registers: How many registers a thread may use, for any dtype; the build check refuses more. None: any number.
         spills: Whether the kernel is allowed to keep values in local memory.
         bench: Sizes for `bench`, where those of the family do not fit: {"cpu": ((256, 256, 256),)}.
         dtypes: What its kernels take, where that is not all that the family knows.
@@ -44,9 +48,9 @@ class Stage:
         *,
         family: ModuleType,
         lesson: str,
-        cost: Callable[..., Counts],
-        aligned: tuple[int, ...],
-        registers: int,
+        cost: Callable[..., Counts] | None = None,
+        aligned: tuple[int, ...] = (),
+        registers: int | None = None,
         spills: bool = False,
         bench: dict[str, tuple[tuple[int, ...], ...]] | None = None,
         dtypes: tuple[torch.dtype, ...] | None = None,
@@ -67,7 +71,7 @@ class Stage:
         self.dtypes = dtypes or family.DTYPES
         self.gradients = gradients
         self._options = options
-        self.kernels = Kernels(self.name)
+        self.kernels = TritonKernels(self.name) if self.in_triton else Kernels(self.name)
         self.function = family.define(self.operator, self.kernels, **(define or {}))
         setattr(self, family.NAME, self.function)
 
@@ -76,12 +80,17 @@ class Stage:
 
     @property
     def source(self) -> Path:
-        return self.folder / "kernel.cu"
+        return build.kernel_of(self.name) or self.folder / "kernel.cu"
+
+    @property
+    def in_triton(self) -> bool:
+        """Whether the kernel is written in Triton, so that there is nothing to build and no x-ray."""
+        return self.source.suffix == ".py"
 
     @cached_property
     def title(self) -> str:
         """The first line of the kernel's header: "matmul through shared memory"."""
-        return re.sub(r"^// Stage \d+: ", "", self.source.read_text(encoding="utf-8").partition("\n")[0])
+        return re.sub(r"^(//|#) Stage \d+: ", "", self.source.read_text(encoding="utf-8").partition("\n")[0])
 
     @cached_property
     def header(self) -> dict[str, str]:
@@ -94,14 +103,22 @@ class Stage:
 
     def fits(self, sizes: Iterable[int]) -> bool:
         """Are the sizes whole multiples of the tiles, so that the closed forms of the header hold?"""
-        return all(size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True))
+        return self.cost is not None and all(
+            size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True)
+        )
 
     def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], ...]:
         """The sets of keyword options that the checks run in a dtype."""
         return self._options(dtype) if callable(self._options) else self._options
 
     def xray(self, *arguments: Any, schedule: str = "forward", seed: int = 0, trace: int = 0, **options: Any) -> Report:
-        """Call the function once under the x-ray and return the report; the arguments are CPU tensors."""
+        """Call the function once under the x-ray and return the report; the arguments are CPU tensors.
+
+        Raises:
+            NotAvailable: The kernel is written in Triton.
+        """
+        if self.in_triton:
+            raise NotAvailable(no_xray(self.name))
         with xray.recording(schedule, seed, trace) as report:
             self.function(*arguments, **options)
         return report
@@ -111,11 +128,12 @@ def parse_header(source: str) -> dict[str, str]:
     """The sections of the comment that opens a kernel, by their headings, each as lines without comment marks."""
     sections: dict[str, list[str]] = {}
     for line in source.splitlines()[1:]:
-        if not line.startswith("//"):
+        if not line.startswith(("//", "#")):
             break
-        if heading := re.match(r"// ([A-Z][a-z]+) +(\S.*)", line):
+        line = re.sub(r"^(//|#)", "", line)
+        if heading := re.match(r" ([A-Z][a-z]+) +(\S.*)", line):
             sections[heading[1]] = [heading[2]]
-        elif sections and (text := re.sub(r"^// {0,11}", "", line).rstrip("/ ")):
+        elif sections and (text := re.sub(r"^ {0,11}", "", line).rstrip("/ ")):
             list(sections.values())[-1].append(text)
     return {heading: "\n".join(lines) for heading, lines in sections.items()}
 
