@@ -181,7 +181,7 @@ struct Strip {
         rows(int(min(x.size[1] - t, int64_t(STEPS<T>)))),
         cols(int(min(x.size[2] - channel, int64_t(STRIP<T>)))) {}
 
-  // Starts the copies of all that is there; a warp's.
+  // Starts a warp's copies of the steps that are there; zeros stand for channels that are not.
   template <typename To>
   __device__ __forceinline__ void fetch(To& tile) const {
     const int lane = lane_id();
@@ -190,15 +190,15 @@ struct Strip {
       const T* from = data + lane / ACROSS * stride_t + c;
 #pragma unroll 8
       for (int r = lane / ACROSS; r < rows; r += STEP, from += STEP * stride_t) {
-        if (c < cols) async_copy<16>(&tile[r][c], from);
+        async_copy<16>(&tile[r][c], from, c < cols);
       }
     } else {
-      for (int c = lane; c < cols; c += LANES) {
+      for (int c = lane; c < STRIP<T>; c += LANES) {
         const T* from = data + c * stride_c;
 #pragma unroll 16
         for (int r = 0; r < rows; ++r, from += stride_t) {
-          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from);
-          else tile[r][c] = *from;  // cp.async takes no less than 4 bytes
+          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from, c < cols);
+          else tile[r][c] = c < cols ? *from : T(0.0f);  // cp.async takes no less than 4 bytes
         }
       }
     }
