@@ -51,7 +51,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="time in pieces: shuffles inside a warp, one barrier for a block's warps, a carry from chunk to chunk",
+    lesson="lanes by shuffles, warps by a barrier, then a carry",
     cost=cost,
     aligned=(1, 128, 16),
     registers=128,  # of those that load words singly; the others keep to 48 and 64

@@ -1,5 +1,6 @@
 """Stage 45: the first-order scan in one pass, tiles of time handing on their state."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,13 +40,18 @@ def cut(B: int, T: int, D: int, itemsize: int, rows: bool) -> Cut:
     return Cut(B * -(-D // width), tiles, -(-pieces // max(1, tiles)), width, steps)
 
 
+@lru_cache(maxsize=256)
+def words_of(B: int, T: int, D: int, dtype: torch.dtype, rows: bool) -> tuple[int, int]:
+    """How many words of 8 bytes the blocks need to take tickets and to tell each other, and the tiles of a chain."""
+    chains, tiles, _, width, _ = cut(B, T, D, dtype.itemsize, rows)
+    return LINE + chains * tiles * 2 * width * (accumulator(dtype).itemsize // 4), tiles
+
+
 def scratch(h: Tensor) -> tuple[Tensor, bool, int]:
     """What tiles tell each other, zeros at every call, whether chains are rows, and of how many tiles."""
     rows = h.stride(1) < h.stride(2)  # steps lie closer than channels
-    chains, tiles, _, width, _ = cut(*h.shape, h.element_size(), rows)
-    parts = accumulator(h.dtype).itemsize // 4
-    words = operator.empty((LINE + chains * tiles * 2 * width * parts,), like=h, dtype=torch.float64)
-    return words.zero_(), rows, tiles
+    size, tiles = words_of(*h.shape, h.dtype, rows)
+    return operator.zeros((size,), h, torch.float64), rows, tiles
 
 
 def launch(kernels: Kernels, a: Tensor, b: Tensor, h0: Tensor, h: Tensor, reverse: bool) -> None:
@@ -132,7 +138,7 @@ def backward_cost(B: int, T: int, D: int, itemsize: int, time_dim: int = 1, reve
 stage = Stage(
     __file__,
     family=scan,
-    lesson="one pass, tiles look back for the state: tickets, release and acquire",
+    lesson="one pass: tiles of many blocks look back",
     cost=cost,
     aligned=(1, 2048, 64),
     registers=240,  # of 16-bit numbers that a lane takes singly; vectors of them and strips are done with 105

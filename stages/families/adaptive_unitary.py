@@ -42,6 +42,7 @@ from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
 NAME = "ssm_adaptive_unitary"
+LAUNCHER = "adaptive_unitary"  # of a stage's module
 CALL = "ssm_adaptive_unitary(u, dt, x, x_bias, B, C, D, z, state=None)"
 ARGUMENTS = ("u", "dt", "x", "x_bias", "B", "C", "D", "z", "state")
 OUTPUTS = ("y", "last_state")
@@ -104,8 +105,8 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         if dy is None and dlast is None:
             return (None,) * 10
         u, B, x_bias, state = (ctx.saved_tensors[i] for i in (0, 4, 3, 8))
-        dy = u.new_zeros(()).expand(u.shape) if dy is None else dy
-        dlast = B.new_zeros(()).expand(u.shape[0], *x_bias.shape) if dlast is None else dlast
+        dy = operator.nothing(u.shape, like=u) if dy is None else dy
+        dlast = operator.nothing((u.shape[0], *x_bias.shape), like=B) if dlast is None else dlast
         *grads, dstate = compute_backward(dy, dlast, *ctx.saved_tensors)
         return *grads, None if state is None else dstate, None
 
@@ -364,7 +365,7 @@ def incumbent(
     h = turned * (taken if state is None else taken + state[..., None])
     y = F.silu(z) * ((h * c[:, None]).real.sum(2) + D[:, None] * gate)
     if not u.shape[2]:
-        return y, h.new_zeros(h.shape[:3]) if state is None else state.clone()
+        return y, h.new_full(h.shape[:3], 0) if state is None else state.clone()
     return y, h[..., -1].clone()
 
 

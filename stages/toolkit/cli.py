@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -66,8 +67,10 @@ def fail(error: object, code: int) -> int:
 
 def list_stages(options: argparse.Namespace) -> int:
     stages = [load(name) for name in names()]
-    rows = [(s.number, s.operator, s.family.NAME, s.lesson) for s in stages]
-    print(render.table(("", "stage", "function", "teaches"), rows, "<<<<"))
+    width = max(len(stage.operator) for stage in stages)
+    for name, some in itertools.groupby(stages, lambda stage: stage.family.NAME):
+        rows = [(s.number, f"{s.operator:{width}}", s.lesson) for s in some]
+        print(render.table(("", name, "teaches"), rows, "<<<") + "\n")
     return 0
 
 

@@ -44,8 +44,8 @@ FLAGS = {
     "xray": {
         "all": f"{KERNEL} -g -fsanitize=thread -fno-optimize-sibling-calls",
         "g++": f"{REFUSE_FRAME['g++']} -O2 -fsanitize=bounds -fsanitize-undefined-trap-on-error -fno-tree-sra"
-        " -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge -fno-tree-loop-distribute-patterns -fno-move-loop-stores"
-        " --param=tsan-instrument-func-entry-exit=0",
+        " -fno-tree-pre -fno-code-hoisting -fno-thread-jumps -fno-tree-tail-merge -fno-tree-loop-distribute-patterns"
+        " -fno-move-loop-stores --param=tsan-instrument-func-entry-exit=0",
         "clang++": f"{REFUSE_FRAME['clang++']} -O1 -mllvm -tsan-instrument-func-entry-exit=0"
         " -mllvm -tsan-instrument-read-before-write=1 -mllvm -simplifycfg-sink-common=false"
         " -mllvm -simplifycfg-hoist-common=false -mllvm -simplifycfg-merge-cond-stores=false",

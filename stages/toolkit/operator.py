@@ -21,6 +21,16 @@ def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) 
     return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
 
 
+def zeros(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scratch memory that a kernel finds filled with zeros, on the device of `like`."""
+    return like.new_zeros(shape, dtype=dtype)
+
+
+def nothing(shape: Sequence[int], like: Tensor) -> Tensor:
+    """The gradient of a result that no loss depends on: one 0, expanded."""
+    return like.new_zeros(()).expand(shape)
+
+
 def poisoned(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """What tests put in place of `empty`: filled with NaN, so that what a kernel does not write shows."""
     return like.new_full(shape, float("nan"), dtype=dtype)
