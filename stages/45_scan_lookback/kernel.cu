@@ -6,24 +6,27 @@
 // Before    In stages 40 to 44 one block goes through all of a channel's time, so that a few long rows leave most of the
 //           card idle. To cut time between blocks took two more launches, or to read a and b twice.
 // Idea      A tile of time is a block's. It reads its steps once and keeps them in shared memory; it tells what they make
-//           of any state, their map a state + b; it looks back to the newest tile that has told the state after it, and
-//           applies the maps since then. So nobody waits for a whole chain of blocks: maps are told as soon as they are
-//           read (Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016).
+//           of any state, their map a state + b; it looks back at the tiles before it, for the newest that has told the
+//           state after it, and applies the maps since then. So nobody waits for a whole chain of blocks: maps are told
+//           as soon as they are read (Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back,
+//           2016). What is told are words of 8 bytes, half of each a number and half what the number is: a word that is
+//           there needs no flag and no fence, and is found in one look.
 //           Progress: blocks take tiles by a ticket, so in the order in which they begin, and a chain's from the first to
 //           the last. A block waits only for blocks that run already, and the oldest of those waits for nobody.
 //           Repeatable: how far a block looks back is chance, so maps of tiles are never combined with each other, but
-//           applied to the state one by one: wherever that begins, the same operations in the same order. It costs one
-//           multiplication and addition after the other, 4 cycles a tile, where a tree would take log2 of them.
-// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, which is a warp's: a lane walks through
-//           one channel of STEPS steps. With time_dim=2 one channel: a lane has GROUPS times 16 bytes of steps, joined as
-//           in stage 44; a tile is up to WARPS warps, fewer if so few would have work.
-// Cost      float32, N = B T D elements, chains of R tiles, all blocks one after another, so that the tile before has told
-//           the state; each word of a, b, h, g, da, db moves once as in stages 41 and 44, 16 bytes a lane, and besides
-//             told    3 words a tile and channel are stored, 1 is read; 2 more are read for each tile more looked back:
-//                     3 / 64 of the words of a strip's tile, hardly any of a row's
-//             flags   2 stores of one word and one load of up to 32 words a tile; and one atomic, the ticket
-//             barriers  1 a tile of a strip, 3 a tile of a row
-// Limits    Chains of one tile are what stages 41 and 44 are there for. A channel alone as [B, T, 1] is one lane's: as
+//           applied to the state one by one: wherever that begins, the same operations in the same order.
+// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, 128 bytes side by side, in double 256:
+//           a tile is up to STRIP_WARPS warps, a lane walks through STEPS steps of one channel, two in 16 bits. With
+//           time_dim=2 one channel: a tile is up to ROW_WARPS warps, a lane has GROUPS times 16 bytes of steps, and the
+//           lanes' maps are joined as in stage 44.
+// Cost      float32, N = B T D elements, chains of R tiles of W warps, all blocks one after another, so that the tile
+//           before has told the state; each word of a, b, h, g, da, db moves once, 16 bytes a lane, and besides
+//             told    2 words of 8 bytes a tile and channel are stored, and the second once more, for the state; a strip
+//                     looks at those of up to WINDOW tiles, a row of up to 32: 4 bytes for each 64 of a tensor, at most
+//             ticket  one atomic a tile
+//             barriers  3 a tile
+//           The words are zeros before the launch, which is one more launch.
+// Limits    Chains of few tiles are what stages 41 and 44 are there for. A channel alone as [B, T, 1] is one lane's: as
 //           [B, 1, T] it is a block's. Products of a above 3e38 in a tile are infinite, whatever b was.
 // Run       python -m stages run 45
 
