@@ -22,7 +22,8 @@
 // Cost      float32, N = B T D elements, chains of R tiles of W warps, all blocks one after another, so that the tile
 //           before has told the state; each word of a, b, h, g, da, db moves once, 16 bytes a lane, and besides
 //             told    2 words of 8 bytes a tile and channel are stored, and the second once more, for the state; a strip
-//                     looks at those of up to WINDOW tiles, a row of up to 32: 4 bytes for each 64 of a tensor, at most
+//                     looks at those of up to WINDOW tiles, an eighth of a tensor's bytes, a row of up to 32, hardly any:
+//                     they come from the second-level cache
 //             ticket  one atomic a tile
 //             barriers  3 a tile
 //           The words are zeros before the launch, which is one more launch.
