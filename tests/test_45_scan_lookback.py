@@ -14,8 +14,13 @@ from stages.toolkit.verify import relative_error
 
 LONG = [((1, 4500, 70), {}), ((1, 20000, 2), {"time_dim": 2}), ((2, 4999, 3), {"time_dim": 2, "reverse": True})]
 MANY = ((1, 17000, 33), {})  # more tiles than the CPU device keeps at once
-MISSING = {  # what may be left out of the order between blocks and warps: the text, another in its place, where it shows
-    "the store": ("store_relaxed(&words[i], Word{parts.part[i], what})", "words[i] = Word{parts.part[i], what}", LONG[0]),
+# What may be left out of the order between blocks and warps: the text, another in its place, and where it shows.
+MISSING = {
+    "the store": (
+        "store_relaxed(&words[i], Word{parts.part[i], what})",
+        "words[i] = Word{parts.part[i], what}",
+        LONG[0],
+    ),
     "the load": ("load_relaxed(&words[i])", "words[i]", LONG[0]),
     "the ticket": ("atomicAdd(reinterpret_cast<unsigned*>(words.data), 1u)", "blockIdx.x", MANY),
     "the ticket's barrier": ("__syncthreads();  // the ticket is there", "", LONG[0]),
@@ -33,6 +38,15 @@ cost, backward_cost = module.cost, module.backward_cost
 
 class TestScanLookback(ScanCases):
     stage = stages.load("45")
+
+    def test_both_layouts_give_the_same(self, device):
+        """But for rounding: a strip is walked by a lane, a row is joined by the lanes of warps."""
+        a, b, h0 = self.arguments((3, 700, 35), device=device, time_dim=1)
+        g = self.random_grad([a, b])
+        one = self.results([a, b, h0], g, time_dim=1)
+        two = self.results([a.mT.contiguous(), b.mT.contiguous(), h0], g.mT.contiguous(), time_dim=2)
+        for x, y in zip(one, two, strict=True):
+            assert relative_error(x, y.mT if x.dim() == 3 else y) < 2e-6
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     @pytest.mark.parametrize("sizes, way", LONG, ids=str)
