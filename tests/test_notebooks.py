@@ -406,6 +406,17 @@ def test_exercise_44(capsys):
     lab.exercise("44", {"  Sum state = carry;": f"{own}Sum state = carry;"}, *size, at_most=limits)
 
 
+def test_exercise_45(capsys):
+    size, tiles = (1, 4096, 32), 16
+    limits = {"store_requests": size[1] // 4 + tiles - 1}
+    tell = "if (i < count) place.tell_map(i * LANES + lane, map[i]);"
+    look = "Told<Sum>(place.b_of(place.tile - 1, i * LANES + lane)).what"
+    lab.exercise("45", {tell: f"if (i < count && place.tile > 0 && {look} != STATE) {tell}"}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise("45", {tell: f"if (i < count && place.tile > 0 && {look} == NOTHING) {tell}"}, *size, at_most=limits)
+    assert "Not yet" in capsys.readouterr().out
+
+
 def test_exercise_46(capsys):
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)

@@ -290,6 +290,7 @@ __device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<S
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
       for (int warp = 0; warp < warps; ++warp) map[i] = combine(map[i], of_warp(warp, i));
+      map[i] = {map[i].a + map[i].low, 0, map[i].b};  // as it is told, so that this block and others do the same with it
       if (i < count) place.tell_map(i * LANES + lane, map[i]);
     }
     look_back(place, state, count);
@@ -551,6 +552,7 @@ __device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum
   if (warp_id() == 0) {
     LongMap<Sum> of_all;
     for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
+    of_all = {of_all.a + of_all.low, 0, of_all.b};  // as it is told, so that this block and others do the same with it
     if (lane_id() == 0) place.tell_map(0, of_all);
     const Sum state = look_back_by_warp(place, first);
     if (lane_id() == 0) {

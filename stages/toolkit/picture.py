@@ -894,7 +894,7 @@ def pieces(report: Report, seq: int, reads: str = "ab", writes: str = "h") -> Pi
 
 
 def look_back(panels: Mapping[str, Report], tiles: int) -> Picture:
-    """From which tiles before it each tile of a chain takes the state or a map: a row for each that looks back.
+    """At which tiles before it each tile of a chain looks, and whether it has to look again: a row for each that looks.
 
     Args:
         panels: Traces of all blocks, of a problem that is one strip of channels, [1, T, 32] in float32.
@@ -902,29 +902,30 @@ def look_back(panels: Mapping[str, Report], tiles: int) -> Picture:
     """
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained", facecolor=PANEL)
     axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
+    line, lanes = 16, 32  # words of 8 bytes: before what is told, and of a tile for each of a and b
     words = []
     for ax, (title, report) in zip(axes, panels.items(), strict=True):
-        trace = [a for a in report.trace if a.space == "global" and a.name == "told"]
-        place = {}  # of each access: the tile whose words it touches, and which of them: a, b or the state
-        for access in trace:
-            place[id(access)] = divmod(min(o for o in access.offsets if o >= 0) // (4 * 32), 3)
-        tile_of = {a.block: place[id(a)][0] for a in trace if a.op == "store"}
-        image, maps = np.ones((tiles, tiles, 3)) * EMPTY, 0
-        for access in trace:
-            if access.op == "load":
-                tile, what = place[id(access)]
-                image[tile_of.get(access.block, tiles - 1), tile] = BLOCKS[what == 2]  # the last tile tells nothing
-                maps += what == 0
-        for tile in range(tiles):
-            image[tile, tile] = to_rgb(FAINT)
+        looks, tile_of = np.zeros((tiles, tiles)), {}
+        trace = [a for a in report.trace if a.space == "global" and a.name == "words" and a.op != "atomic"]
+        for access in sorted(trace, key=lambda a: a.op, reverse=True):  # stores first: whose block is it
+            asked = [o // 8 - line for o in access.offsets if o >= 0]
+            tile, what = divmod(asked[0] // lanes, 2)
+            if access.op == "store":
+                tile_of[access.block] = tile
+            elif what == 1:  # b, which is looked at whatever a is; the last tile tells nothing
+                looks[tile_of.get(access.block, tiles - 1), tile] += len(asked) / lanes
+        image = np.ones((tiles, tiles, 3)) * EMPTY
+        image[looks > 0], image[looks > 1] = BLOCKS[1], BLOCKS[0]
+        image[np.eye(tiles, dtype=bool)] = to_rgb(FAINT)
         ax.imshow(image, interpolation="nearest")
-        words.append(f"{title}: {_plural(maps, 'map')} taken beside {_plural(tiles - 1, 'state')}")
+        again = int((looks > 1).any(1).sum())
+        words.append(f"{title}: {again if again else 'none'} of {tiles} look again")
         ax.set_title(words[-1], fontsize=10, color=INK)
         ax.set_xlabel("tiles of time, first to last →", color=INK, fontsize=9)
         ax.set(xticks=[], yticks=[], facecolor=EMPTY)
         ax.spines[:].set_visible(False)
     axes[0].set_ylabel("← who looks back", color=INK, fontsize=9)
-    handles = [Patch(color=BLOCKS[1], label="state taken"), Patch(color=BLOCKS[0], label="map taken")]
+    handles = [Patch(color=BLOCKS[1], label="looked at once"), Patch(color=BLOCKS[0], label="more than once")]
     _legend(figure, [*handles, Patch(color=FAINT, label="the tile itself")])
     return Picture(figure, "; ".join(words) + ".")
 
