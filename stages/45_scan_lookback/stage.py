@@ -146,21 +146,3 @@ stage = Stage(
     options=({}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
     define={"launch": launch, "launch_backward": launch_backward},
 )
-
-NO_MAP = "a round that has no map to apply"
-NOWHERE = "a word past an array of registers, of which no use is made"
-HELD = "what was not read is a map that changes nothing"
-EQUIVALENT = {
-    "for (int64_t next = known + 1; next < place.tile; next += AT_ONCE) {  "
-    "[next < place.tile -> next <= place.tile]": NO_MAP,
-    "for (int64_t next = known + 1; next < place.tile; next += 32) {  "
-    "[next < place.tile -> next <= place.tile]": NO_MAP,
-    "for (int k = 0; k < AT_ONCE; ++k) {  [k < AT_ONCE -> k <= AT_ONCE]": "there are never more maps: k < count",
-    "if (k < count) state = maps[k](state);  [k < count -> k <= count]": HELD,
-    "if (k < count) state = maps[k](state);  [k < count -> true]": HELD,
-    "for (int k = 0; k < count; ++k) state = shuffle(map, k)(state);  [k < count -> k <= count]": HELD,
-    "for (int i = 0; i < WIDE<T>; ++i) items[i] = outside;  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
-    "for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == -1 ? WIDE<T> - 1 - i : i];  "
-    "[i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
-    "for (int i = 0; i < WIDE<T>; ++i) {  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
-}
