@@ -290,7 +290,8 @@ __device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<S
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
       for (int warp = 0; warp < warps; ++warp) map[i] = combine(map[i], of_warp(warp, i));
-      map[i] = {map[i].a + map[i].low, 0, map[i].b};  // as it is told, so that this block and others do the same with it
+      map[i] = {map[i].a + map[i].low, 0,
+                map[i].b};  // as it is told, so that this block and others do the same with it
       if (i < count) place.tell_map(i * LANES + lane, map[i]);
     }
     look_back(place, state, count);
