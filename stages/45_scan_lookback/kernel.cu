@@ -161,7 +161,7 @@ struct Place {
   // The first tile has no use for its map, and of the last one nobody asks.
   __device__ __forceinline__ void tell_map(int64_t channel, const LongMap<Sum>& map) const {
     if (tile == 0 || last()) return;
-    tell(a_of(tile, channel), map.a + map.low, MAP);
+    tell(a_of(tile, channel), map.a, MAP);
     tell(b_of(tile, channel), map.b, MAP);
   }
   __device__ __forceinline__ void tell_state(int64_t channel, Sum state) const {
@@ -199,10 +199,11 @@ struct Strip {
     } else {
       for (int c = lane; c < STRIP<T>; c += LANES) {
         const T* from = data + c * stride_c;
+        const bool inside = c < cols;
 #pragma unroll 16
         for (int r = 0; r < rows; ++r, from += stride_t) {
-          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from, c < cols);
-          else tile[r][c] = c < cols ? *from : T(0.0f);  // cp.async takes no less than 4 bytes
+          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from, inside);
+          else tile[r][c] = inside ? *from : T(0.0f);  // cp.async takes no less than 4 bytes
         }
       }
     }
@@ -227,35 +228,28 @@ struct Strip {
   }
 };
 
-// The states before a tile, of a lane's `count` channels, which are LANES apart in what is told; `state` is that before
-// the first tile. From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
+// The states before a tile, of a lane's channels, which are LANES apart in what is told; of the first tile it is there.
+// From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
 template <int PAIR, typename Sum>
-__device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR], int count) {
-  if (place.tile == 0 || count <= 0) return;
-  const int64_t oldest = place.tile - WINDOW;
-  Sum first[PAIR];
-  UNROLL
-  for (int i = 0; i < PAIR; ++i) first[i] = state[i];
+__device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR]) {
+  if (place.tile == 0) return;
   while (true) {
     bool known = true;
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
-      if (i >= count) continue;
-      What what[WINDOW];
+      What what[WINDOW] = {};  // nothing, if there is no such tile
       Sum a[WINDOW], b[WINDOW];
       UNROLL
       for (int k = 0; k < WINDOW; ++k) {
-        if (oldest + k < 0) continue;
-        const Told<Sum> of_a(place.a_of(oldest + k, i * LANES + lane_id()));
-        const Told<Sum> of_b(place.b_of(oldest + k, i * LANES + lane_id()));
+        const int64_t tile = place.tile - WINDOW + k;
+        if (tile < 0) continue;
+        const Told<Sum> of_a(place.a_of(tile, i * LANES + lane_id())), of_b(place.b_of(tile, i * LANES + lane_id()));
         a[k] = of_a.number, b[k] = of_b.number;
         what[k] = of_b.what == MAP && of_a.what != MAP ? NOTHING : of_b.what;
       }
-      bool there = oldest <= 0;  // the window begins before the first tile
-      state[i] = first[i];
+      bool there = false;
       UNROLL
       for (int k = 0; k < WINDOW; ++k) {
-        if (oldest + k < 0) continue;
         if (what[k] == STATE) there = true, state[i] = b[k];
         else if (what[k] == MAP) state[i] = LongMap<Sum>{a[k], 0, b[k]}(state[i]);
         else there = false;
@@ -271,8 +265,7 @@ __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[
 
 // The states before a warp's piece of the tile, from the maps of all pieces; `state` is that before the first tile.
 template <int PAIR, typename Sum>
-__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&own)[PAIR], Sum (&state)[PAIR],
-                                        int count) {
+__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&own)[PAIR], Sum (&state)[PAIR]) {
   __shared__ Sum a_of_warps[STRIP_WARPS][PAIR][LANES], low_of_warps[STRIP_WARPS][PAIR][LANES];
   __shared__ Sum b_of_warps[STRIP_WARPS][PAIR][LANES], before[PAIR][LANES];
   const int lane = lane_id(), warps = int(blockDim.x) / LANES;
@@ -290,14 +283,13 @@ __device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<S
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
       for (int warp = 0; warp < warps; ++warp) map[i] = combine(map[i], of_warp(warp, i));
-      map[i] = {map[i].a + map[i].low, 0,
-                map[i].b};  // as it is told, so that this block and others do the same with it
-      if (i < count) place.tell_map(i * LANES + lane, map[i]);
+      map[i] = map[i].rounded();  // as it is told: this block and others do the same with it
+      place.tell_map(i * LANES + lane, map[i]);
     }
-    look_back(place, state, count);
+    look_back(place, state);
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
-      if (i < count) place.tell_state(i * LANES + lane, map[i](state[i]));
+      place.tell_state(i * LANES + lane, map[i](state[i]));
       before[i][lane] = state[i];
     }
   }
@@ -346,7 +338,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, 2)
     UNROLL
     for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * map[i].b + Sum(b_now[i]));
   }
-  hand_on(place, map, state, count);
+  hand_on(place, map, state);
 #pragma unroll 16
   for (int r = 0; r < h_strip.rows; ++r) {
     const auto a_now = load_vector<PAIR<T>>(&a_tile[r][own]), b_now = load_vector<PAIR<T>>(&b_tile[r][own]);
@@ -408,7 +400,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, 2)
     for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + map[i].b));
   }
   Sum carry[PAIR<T>] = {};
-  hand_on(place, map, carry, count);
+  hand_on(place, map, carry);
 #pragma unroll 16
   for (int r = 0; r < rows; ++r) {
     const auto g_now = load_vector<PAIR<T>>(&g_tile[r][own]), a_now = load_vector<PAIR<T>>(&a_tile[r][own]);
@@ -511,11 +503,11 @@ struct Row {
 // By a warp, of one channel: the state before a tile. Each lane looks at one of the LANES tiles before.
 template <typename Sum>
 __device__ __forceinline__ Sum look_back_by_warp(const Place<Sum>& place, Sum first) {
+  if (place.tile == 0) return first;
   const int64_t other = place.tile - LANES + lane_id();
   while (true) {
-    What what = STATE;  // before the first tile
+    What what = NOTHING;
     LongMap<Sum> map;
-    map.b = first;
     if (other >= 0) {
       const Told<Sum> of_a(place.a_of(other, 0)), of_b(place.b_of(other, 0));
       map.a = of_a.number, map.b = of_b.number;
@@ -553,7 +545,7 @@ __device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum
   if (warp_id() == 0) {
     LongMap<Sum> of_all;
     for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
-    of_all = {of_all.a + of_all.low, 0, of_all.b};  // as it is told, so that this block and others do the same with it
+    of_all = of_all.rounded();  // as it is told: this block and others do the same with it
     if (lane_id() == 0) place.tell_map(0, of_all);
     const Sum state = look_back_by_warp(place, first);
     if (lane_id() == 0) {

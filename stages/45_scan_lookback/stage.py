@@ -146,3 +146,11 @@ stage = Stage(
     options=({}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
     define={"launch": launch, "launch_backward": launch_backward},
 )
+
+NOWHERE = "a word past an array of registers, of which no use is made"
+EQUIVALENT = {
+    "for (int i = 0; i < WIDE<T>; ++i) none[i] = outside;  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
+    "for (int i = 0; i < WIDE<T>; ++i) result[i] = items[STEP == -1 ? WIDE<T> - 1 - i : i];  "
+    "[i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
+    "for (int i = 0; i < PAIR<T>; ++i) {  [i < PAIR<T> -> i <= PAIR<T>]": NOWHERE,
+}
