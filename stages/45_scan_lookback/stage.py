@@ -150,6 +150,9 @@ stage = Stage(
 NOWHERE = "a word past an array of registers, of which no use is made"
 NO_STEPS = "a piece past the end writes where only pieces past the end have their steps"
 EQUIVALENT = {
+    "if (state_at > nothing_at) {  [state_at > nothing_at -> state_at >= nothing_at]": (
+        "equal only where 32 tiles have told maps and none its state, which no order of blocks here brings about"
+    ),
     "const bool first = rows > 0 && t0 + rows == da.size[1];  [rows > 0 -> rows >= 0]": NO_STEPS,
     "const bool first = rows > 0 && t0 + rows == da.size[1];  [rows > 0 -> true]": NO_STEPS,
     "for (int i = 0; i < WIDE<T>; ++i) none[i] = outside;  [i < WIDE<T> -> i <= WIDE<T>]": NOWHERE,
