@@ -30,6 +30,9 @@ struct LongMap {
     return (state == 0 ? 0 : main) + ((state == 0 || std::isinf(main) ? 0 : rest) + b);
   }
 
+  // As two numbers alone.
+  __device__ __forceinline__ LongMap rounded() const { return {a + low, 0, b}; }
+
   // One more step, h -> a_step h + b_step: the map leads to `to`, which is a_step b + b_step.
   __device__ __forceinline__ void take(Sum a_step, Sum to) {
     const Sum product = a_step * a;

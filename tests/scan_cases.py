@@ -12,7 +12,7 @@ from stage_cases import StageCases, free_gpu_memory, same
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from stages.families import COMPLEX, FLOATING, scan, widened
+from stages.families import COMPLEX, FLOATING, scan, unit_roundoff, widened
 from stages.toolkit import xray
 from stages.toolkit.report import Counts
 from stages.toolkit.verify import relative_error
@@ -75,6 +75,26 @@ def same_but_rounded(x: Tensor, y: Tensor) -> bool:
     """Up to what another grouping of the steps makes of them; in 16 bits, of which way they are rounded."""
     allowed = scan.tolerance({}, x.dtype)["output"] / (10 if x.element_size() > 2 else 1)
     return x.shape == y.shape and relative_error(x, widened(y)) <= allowed
+
+
+def same_but_fused(x: Tensor, y: Tensor) -> bool:
+    """Equal, bit for bit on the CPU device; on a GPU each kernel's compiler fuses products with sums as it likes."""
+    return torch.equal(x, y) if x.is_cpu else relative_error(x, widened(y)) <= unit_roundoff(x.dtype)
+
+
+def error_of_a_walk(a: Tensor, b: Tensor, h0: Tensor, g: Tensor) -> float:
+    """What the recurrence and its backward are off by, done step by step in float32, each operation rounded."""
+    truths = truth_of([a, b, h0], g)
+    a, b, h0, g = (x.cpu().numpy() for x in (a, b, h0, g))
+    h, da, db = np.empty_like(b), np.empty_like(b), np.empty_like(b)
+    state, carry = h0, np.zeros_like(h0)
+    for t in range(b.shape[1]):
+        h[:, t] = state = a[:, t] * state + b[:, t]
+    for t in reversed(range(b.shape[1])):
+        db[:, t] = lambda_now = g[:, t] + carry
+        da[:, t] = lambda_now * (h[:, t - 1] if t else h0)
+        carry = a[:, t] * lambda_now
+    return max(relative_error(torch.from_numpy(x), y.cpu()) for x, y in zip((h, da, db), truths, strict=False))
 
 
 class ScanCases(StageCases):
@@ -413,10 +433,13 @@ class ScanCases(StageCases):
         for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
             if dtype in self.stage.dtypes:
                 arguments = [x.to(dtype) for x in (a, b, h0)]
-                if self.joins and dtype is torch.float32:
-                    error = relative_error(scan.incumbent(*arguments), scan.reference(*arguments))
-                    allowed = 1.5 * error
-                    assert allowed < 5e-5
+                if dtype is torch.float32:
+                    allowed = max(allowed, 1.5 * error_of_a_walk(*arguments, self.random_grad(arguments)))
+                    assert allowed < 2e-5
+                    if self.joins:
+                        error = relative_error(scan.incumbent(*arguments), scan.reference(*arguments))
+                        allowed = 1.5 * error
+                        assert allowed < 5e-5
                 self.compare(arguments, allowed)
 
     @GPU

@@ -180,7 +180,8 @@ class TestAdaptiveUnitary(StageCases):
         """Then the sums go by memory, from where another batch, channel or tile takes them up."""
         monkeypatch.setattr(family, "PLACES", 1)
         monkeypatch.setattr(family, "WALKS", 1)
-        self.check((2, 37, 18, 70), torch.float32, device)
+        for states in (18, 0):
+            self.check((2, 37, states, 70), torch.float32, device)
 
     def test_results_repeat_bit_for_bit(self, device):
         arguments = list(self.arguments((3, 5, 70, 150), device=device))

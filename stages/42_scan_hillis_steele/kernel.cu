@@ -27,9 +27,10 @@
 constexpr int CHUNK = 128;  // steps of time that a block scans at a time, a thread each: a power of two
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The state after each thread's step, from the state before the chunk, which thread 0 reads.
+// The state after each thread's step, from the state before the chunk, which thread 0 reads: volatile, or a compiler lets
+// all others read it too, before it is there, and drop it.
 template <typename Sum>
-__device__ __forceinline__ Sum scan_chunk(Map<Sum> own, const Sum& state) {
+__device__ __forceinline__ Sum scan_chunk(Map<Sum> own, const volatile Sum& state) {
   __shared__ Sum a_chunk[2][CHUNK], b_chunk[2][CHUNK];  // two of each: one is read while the other is written
   const int thread = threadIdx.x;
 

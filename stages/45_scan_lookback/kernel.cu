@@ -6,24 +6,28 @@
 // Before    In stages 40 to 44 one block goes through all of a channel's time, so that a few long rows leave most of the
 //           card idle. To cut time between blocks took two more launches, or to read a and b twice.
 // Idea      A tile of time is a block's. It reads its steps once and keeps them in shared memory; it tells what they make
-//           of any state, their map a state + b; it looks back to the newest tile that has told the state after it, and
-//           applies the maps since then. So nobody waits for a whole chain of blocks: maps are told as soon as they are
-//           read (Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016).
+//           of any state, their map a state + b; it looks back at the tiles before it, for the newest that has told the
+//           state after it, and applies the maps since then. So nobody waits for a whole chain of blocks: maps are told
+//           as soon as they are read (Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back,
+//           2016). What is told are words of 8 bytes, half of each a number and half what the number is: a word that is
+//           there needs no flag and no fence, and is found in one look.
 //           Progress: blocks take tiles by a ticket, so in the order in which they begin, and a chain's from the first to
 //           the last. A block waits only for blocks that run already, and the oldest of those waits for nobody.
 //           Repeatable: how far a block looks back is chance, so maps of tiles are never combined with each other, but
-//           applied to the state one by one: wherever that begins, the same operations in the same order. It costs one
-//           multiplication and addition after the other, 4 cycles a tile, where a tree would take log2 of them.
-// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, which is a warp's: a lane walks through
-//           one channel of STEPS steps. With time_dim=2 one channel: a lane has GROUPS times 16 bytes of steps, joined as
-//           in stage 44; a tile is up to WARPS warps, fewer if so few would have work.
-// Cost      float32, N = B T D elements, chains of R tiles, all blocks one after another, so that the tile before has told
-//           the state; each word of a, b, h, g, da, db moves once as in stages 41 and 44, 16 bytes a lane, and besides
-//             told    3 words a tile and channel are stored, 1 is read; 2 more are read for each tile more looked back:
-//                     3 / 64 of the words of a strip's tile, hardly any of a row's
-//             flags   2 stores of one word and one load of up to 32 words a tile; and one atomic, the ticket
-//             barriers  1 a tile of a strip, 3 a tile of a row
-// Limits    Chains of one tile are what stages 41 and 44 are there for. A channel alone as [B, T, 1] is one lane's: as
+//           applied to the state one by one: wherever that begins, the same operations in the same order.
+// Mapping   chain: what is scanned by itself. With time_dim=1 a strip of channels, 128 bytes side by side, in double 256:
+//           a tile is up to STRIP_WARPS warps, a lane walks through STEPS steps of one channel, two in 16 bits. With
+//           time_dim=2 one channel: a tile is up to ROW_WARPS warps, a lane has GROUPS times 16 bytes of steps, and the
+//           lanes' maps are joined as in stage 44.
+// Cost      float32, N = B T D elements, chains of R tiles of W warps, all blocks one after another, so that the tile
+//           before has told the state; each word of a, b, h, g, da, db moves once, 16 bytes a lane, and besides
+//             told    2 words of 8 bytes a tile and channel are stored, and the second once more, for the state; a strip
+//                     looks at those of up to WINDOW tiles, an eighth of a tensor's bytes, a row of up to 32, hardly any:
+//                     they come from the second-level cache
+//             ticket  one atomic a tile
+//             barriers  3 a tile
+//           The words are zeros before the launch, which is one more launch.
+// Limits    Chains of few tiles are what stages 41 and 44 are there for. A channel alone as [B, T, 1] is one lane's: as
 //           [B, 1, T] it is a block's. Products of a above 3e38 in a tile are infinite, whatever b was.
 // Run       python -m stages run 45
 
@@ -157,7 +161,7 @@ struct Place {
   // The first tile has no use for its map, and of the last one nobody asks.
   __device__ __forceinline__ void tell_map(int64_t channel, const LongMap<Sum>& map) const {
     if (tile == 0 || last()) return;
-    tell(a_of(tile, channel), map.a + map.low, MAP);
+    tell(a_of(tile, channel), map.a, MAP);
     tell(b_of(tile, channel), map.b, MAP);
   }
   __device__ __forceinline__ void tell_state(int64_t channel, Sum state) const {
@@ -195,10 +199,11 @@ struct Strip {
     } else {
       for (int c = lane; c < STRIP<T>; c += LANES) {
         const T* from = data + c * stride_c;
+        const bool inside = c < cols;
 #pragma unroll 16
         for (int r = 0; r < rows; ++r, from += stride_t) {
-          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from, c < cols);
-          else tile[r][c] = c < cols ? *from : T(0.0f);  // cp.async takes no less than 4 bytes
+          if constexpr (sizeof(T) >= 4) async_copy<sizeof(T)>(&tile[r][c], from, inside);
+          else tile[r][c] = inside ? *from : T(0.0f);  // cp.async takes no less than 4 bytes
         }
       }
     }
@@ -223,35 +228,28 @@ struct Strip {
   }
 };
 
-// The states before a tile, of a lane's `count` channels, which are LANES apart in what is told; `state` is that before
-// the first tile. From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
+// The states before a tile, of a lane's channels, which are LANES apart in what is told; of the first tile it is there.
+// From the oldest tile of the window to the newest: a state is taken, a map is applied to what is known.
 template <int PAIR, typename Sum>
-__device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR], int count) {
-  if (place.tile == 0 || count <= 0) return;
-  const int64_t oldest = place.tile - WINDOW;
-  Sum first[PAIR];
-  UNROLL
-  for (int i = 0; i < PAIR; ++i) first[i] = state[i];
+__device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[PAIR]) {
+  if (place.tile == 0) return;
   while (true) {
     bool known = true;
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
-      if (i >= count) continue;
-      What what[WINDOW];
+      What what[WINDOW] = {};  // nothing, if there is no such tile
       Sum a[WINDOW], b[WINDOW];
       UNROLL
       for (int k = 0; k < WINDOW; ++k) {
-        if (oldest + k < 0) continue;
-        const Told<Sum> of_a(place.a_of(oldest + k, i * LANES + lane_id()));
-        const Told<Sum> of_b(place.b_of(oldest + k, i * LANES + lane_id()));
+        const int64_t tile = place.tile - WINDOW + k;
+        if (tile < 0) continue;
+        const Told<Sum> of_a(place.a_of(tile, i * LANES + lane_id())), of_b(place.b_of(tile, i * LANES + lane_id()));
         a[k] = of_a.number, b[k] = of_b.number;
         what[k] = of_b.what == MAP && of_a.what != MAP ? NOTHING : of_b.what;
       }
-      bool there = oldest <= 0;  // the window begins before the first tile
-      state[i] = first[i];
+      bool there = false;
       UNROLL
       for (int k = 0; k < WINDOW; ++k) {
-        if (oldest + k < 0) continue;
         if (what[k] == STATE) there = true, state[i] = b[k];
         else if (what[k] == MAP) state[i] = LongMap<Sum>{a[k], 0, b[k]}(state[i]);
         else there = false;
@@ -267,8 +265,7 @@ __device__ __forceinline__ void look_back(const Place<Sum>& place, Sum (&state)[
 
 // The states before a warp's piece of the tile, from the maps of all pieces; `state` is that before the first tile.
 template <int PAIR, typename Sum>
-__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&own)[PAIR], Sum (&state)[PAIR],
-                                        int count) {
+__device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<Sum> (&own)[PAIR], Sum (&state)[PAIR]) {
   __shared__ Sum a_of_warps[STRIP_WARPS][PAIR][LANES], low_of_warps[STRIP_WARPS][PAIR][LANES];
   __shared__ Sum b_of_warps[STRIP_WARPS][PAIR][LANES], before[PAIR][LANES];
   const int lane = lane_id(), warps = int(blockDim.x) / LANES;
@@ -286,13 +283,13 @@ __device__ __forceinline__ void hand_on(const Place<Sum>& place, const LongMap<S
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
       for (int warp = 0; warp < warps; ++warp) map[i] = combine(map[i], of_warp(warp, i));
-      map[i] = {map[i].a + map[i].low, 0, map[i].b};  // as it is told, so that this block and others do the same with it
-      if (i < count) place.tell_map(i * LANES + lane, map[i]);
+      map[i] = map[i].rounded();  // as it is told: this block and others do the same with it
+      place.tell_map(i * LANES + lane, map[i]);
     }
-    look_back(place, state, count);
+    look_back(place, state);
     UNROLL
     for (int i = 0; i < PAIR; ++i) {
-      if (i < count) place.tell_state(i * LANES + lane, map[i](state[i]));
+      place.tell_state(i * LANES + lane, map[i](state[i]));
       before[i][lane] = state[i];
     }
   }
@@ -341,7 +338,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, 2)
     UNROLL
     for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * map[i].b + Sum(b_now[i]));
   }
-  hand_on(place, map, state, count);
+  hand_on(place, map, state);
 #pragma unroll 16
   for (int r = 0; r < h_strip.rows; ++r) {
     const auto a_now = load_vector<PAIR<T>>(&a_tile[r][own]), b_now = load_vector<PAIR<T>>(&b_tile[r][own]);
@@ -403,7 +400,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, 2)
     for (int i = 0; i < PAIR<T>; ++i) map[i].take(Sum(a_now[i]), Sum(a_now[i]) * (Sum(g_now[i]) + map[i].b));
   }
   Sum carry[PAIR<T>] = {};
-  hand_on(place, map, carry, count);
+  hand_on(place, map, carry);
 #pragma unroll 16
   for (int r = 0; r < rows; ++r) {
     const auto g_now = load_vector<PAIR<T>>(&g_tile[r][own]), a_now = load_vector<PAIR<T>>(&a_tile[r][own]);
@@ -506,11 +503,11 @@ struct Row {
 // By a warp, of one channel: the state before a tile. Each lane looks at one of the LANES tiles before.
 template <typename Sum>
 __device__ __forceinline__ Sum look_back_by_warp(const Place<Sum>& place, Sum first) {
+  if (place.tile == 0) return first;
   const int64_t other = place.tile - LANES + lane_id();
   while (true) {
-    What what = STATE;  // before the first tile
+    What what = NOTHING;
     LongMap<Sum> map;
-    map.b = first;
     if (other >= 0) {
       const Told<Sum> of_a(place.a_of(other, 0)), of_b(place.b_of(other, 0));
       map.a = of_a.number, map.b = of_b.number;
@@ -548,7 +545,7 @@ __device__ __forceinline__ Sum state_before(const Place<Sum>& place, LongMap<Sum
   if (warp_id() == 0) {
     LongMap<Sum> of_all;
     for (int warp = 0; warp < int(blockDim.x) / LANES; ++warp) of_all = combine(of_all, of_warp(warp));
-    of_all = {of_all.a + of_all.low, 0, of_all.b};  // as it is told, so that this block and others do the same with it
+    of_all = of_all.rounded();  // as it is told: this block and others do the same with it
     if (lane_id() == 0) place.tell_map(0, of_all);
     const Sum state = look_back_by_warp(place, first);
     if (lane_id() == 0) {

@@ -40,24 +40,22 @@ stage = Stage(
 )
 
 AGAIN = "x is loaded again as it was: only counts with d = INPUTS tell, which the tests compare"
+ROWS_TELL = "there are never more than 16 rows, so that the other condition says it too"
+NO_STEP = "a tile past the end has no step to finish"
 EQUIVALENT = {
     "const T radius = (value.re > 0 ? value.re : 0) + std::log1p(std::exp(value.re > 0 ? -value.re : value.re));  "
     "[value.re > 0 -> value.re >= 0]": "at 0 both sides are 0",
-    "if (first || inputs > INPUTS) {  [inputs > INPUTS -> inputs >= INPUTS]": AGAIN,
-    "if (first || inputs > INPUTS) {  [inputs > INPUTS -> true]": AGAIN,
-    "if (own && ends.size[0] && ((t0 + STEPS) % slab == 0 || t0 + STEPS >= seq))  [t0 + STEPS >= seq -> true]": (
-        "what is stored too early is stored again at the end of the slab"
+    "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
+    "[channels > INPUTS -> channels >= INPUTS]": AGAIN,
+    "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
+    "[channels > INPUTS -> true]": AGAIN,
+    "for (int i = 0; i < 4; ++i) {  [i < 4 -> i <= 4]": "the fifth is of a column past those that there are",
+    "if (own.quarter < 2 && 8 * own.quarter < rows) {  [own.quarter < 2 -> own.quarter <= 2]": ROWS_TELL,
+    "if (own.quarter < 2 && 8 * own.quarter < rows) {  [own.quarter < 2 -> true]": ROWS_TELL,
+    "if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);  [tile + 1 < tiles -> tile + 1 <= tiles]": NO_STEP,
+    "if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);  [tile + 1 < tiles -> true]": NO_STEP,
+    "for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {  [r0 < channels -> r0 <= channels]": (
+        "of no inputs nothing is added, in the backward, which is not counted here"
     ),
-    "__syncthreads();  [__syncthreads() removed]": (
-        "the word of the sums that a thread writes here is one that it alone has read"
-    ),
-    "__shared__ T sums[WARPS<T>][STEPS][INPUTS + 1];  [+ 1 removed from a bound]": (
-        "bank conflicts of the backward, which is not counted here"
-    ),
-    "while (state >= states) state -= states, ++channel;  [state >= states -> state > states]": (
-        "a contiguous x has its next channel where the state after the last one would be; the tests have other views"
-    ),
-    "for (int64_t t0 = t_begin; t0 < t_end; t0 += ROWS) {  [t0 < t_end -> t0 <= t_end]": (
-        "a tile of no steps adds nothing"
-    ),
+    "__syncwarp();  [__syncwarp() removed]": "a barrier of the block stands between those who write and those who read",
 }

@@ -119,7 +119,8 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         pulls = operator.empty((tiles, *dstate.shape), like=B)
         leans = operator.empty(pulls.shape, like=u)
         # What is added up over batches, and over channels, in places of its own; the order is always the same.
-        places, parts = min(batches, -(-PLACES // channels)), min(channels, -(-WALKS // (batches * tiles)))
+        places = min(batches, -(-PLACES // channels))
+        parts = min(channels, -(-WALKS // (batches * tiles))) if states else 0
         of_u = operator.empty((1 + parts, *u.shape), like=u)
         of_x = operator.empty((places, *x.shape), like=u)
         of_bias = operator.empty((places, channels, states), like=u)
