@@ -357,8 +357,8 @@ def test_exercise_40(capsys):
 def test_exercise_41(capsys):
     size, words = (1, 128, 64), 128 * 64
     limits = {"shared_load_wavefronts": 2 * words // 32, "shared_store_wavefronts": 0, "store_sectors": words // 8}
-    place = "b_ring[now][r][lane] = T(state);  // nobody else reads this word before all are there"
-    inside = "if (t0 + r < seq && lane < h_strip.cols) h(batch, t0 + r, channel0 + lane) = T(state);"
+    place = "store_vector(&b_ring[now][r][own], states);  // nobody else reads these words before all are there"
+    inside = "if (t0 + r < seq && own < h_strip.cols) h(batch, t0 + r, channel0 + own) = T(state[0]);"
     lab.exercise("41", {place: inside, "h_strip.store(b_ring[now]);": ""}, *size, at_most=limits)
     assert "\nSolved." in capsys.readouterr().out
     lab.exercise("41", {place: inside}, *size, at_most=limits)
@@ -413,7 +413,7 @@ def test_exercise_45(capsys):
     look = "Told<Sum>(place.b_of(place.tile - 1, i * LANES + lane)).what"
     lab.exercise("45", {tell: f"if (place.tile > 0 && {look} != STATE) {tell}"}, *size, at_most=limits)
     assert "\nSolved." in capsys.readouterr().out
-    lab.exercise("45", {tell: f"if (place.tile > 0 && {look} == NOTHING) {tell}"}, *size, at_most=limits)
+    lab.exercise("45", {tell: f"if ({look} != STATE) {tell}"}, *size, at_most=limits)  # before the first is no tile
     assert "Not yet" in capsys.readouterr().out
 
 
