@@ -43,21 +43,11 @@ AGAIN = "x is loaded again as it was: only counts with d = INPUTS tell, which th
 EQUIVALENT = {
     "const T radius = (value.re > 0 ? value.re : 0) + std::log1p(std::exp(value.re > 0 ? -value.re : value.re));  "
     "[value.re > 0 -> value.re >= 0]": "at 0 both sides are 0",
-    "if (first || inputs > INPUTS) {  [inputs > INPUTS -> inputs >= INPUTS]": AGAIN,
-    "if (first || inputs > INPUTS) {  [inputs > INPUTS -> true]": AGAIN,
-    "if (own && ends.size[0] && ((t0 + STEPS) % slab == 0 || t0 + STEPS >= seq))  [t0 + STEPS >= seq -> true]": (
-        "what is stored too early is stored again at the end of the slab"
-    ),
-    "__syncthreads();  [__syncthreads() removed]": (
-        "the word of the sums that a thread writes here is one that it alone has read"
-    ),
-    "__shared__ T sums[WARPS<T>][STEPS][INPUTS + 1];  [+ 1 removed from a bound]": (
-        "bank conflicts of the backward, which is not counted here"
-    ),
-    "while (state >= states) state -= states, ++channel;  [state >= states -> state > states]": (
-        "a contiguous x has its next channel where the state after the last one would be; the tests have other views"
-    ),
-    "for (int64_t t0 = t_begin; t0 < t_end; t0 += ROWS) {  [t0 < t_end -> t0 <= t_end]": (
-        "a tile of no steps adds nothing"
+    "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
+    "[channels > INPUTS -> channels >= INPUTS]": AGAIN,
+    "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
+    "[channels > INPUTS -> true]": AGAIN,
+    "for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {  [r0 < channels -> r0 <= channels]": (
+        "of no inputs nothing is added, in the backward, which is not counted here"
     ),
 }
