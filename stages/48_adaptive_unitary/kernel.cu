@@ -640,8 +640,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
         gates += grad_w * gate;
       };
       const auto clear_dx = [&] {
-        UNROLL
-        for (int i = 0; i < 4; ++i) store_row<4, T>(shared.of_x[i / 2][i % 2][threadIdx.x], {});
+        for (auto& half : shared.of_x)
+          store_row<4, T>(half[0][threadIdx.x], {}), store_row<4, T>(half[1][threadIdx.x], {});
       };
       const auto add_dx = [&](int64_t r0, bool first) {
         UNROLL
@@ -667,7 +667,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
       for (int64_t tile = tiles - 1; tile >= 0; --tile) {
         const int64_t t0 = tile * STEPS;
         const int64_t at = ((tile * batches + batch) * channels + channel) * states + state0 + own.row;
-        if (own.quarter < 2 && 8 * own.quarter < rows) {
+        if (8 * own.quarter < rows) {  // two of the four lanes, each one of their states
           pulls.data[at + 8 * own.quarter] = own.quarter ? walker[1].pull : walker[0].pull;
           leans.data[at + 8 * own.quarter] = own.quarter ? walker[1].lean : walker[0].lean;
         }
@@ -683,7 +683,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
           const bool more = MANY && r0 + INPUTS < channels;
           fetch(shared.coming, u, batch, more || MANY ? t0 : t0 - STEPS, more ? r0 + INPUTS : 0);
           if (!more) find(t0 - STEPS, v_next, g_next);
-          if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);
+          if (r0 == 0) finish(tile + 1);
           if (MANY) load_weights(shared.weights[warp], x, channel, state0, r0);
           add_product(angles, shared.weights[warp], shared.tile[now]);
           if (!more) {
@@ -885,10 +885,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
   int now = 0;
   for (int64_t channel = channel0; channel < channel1; ++channel) {
     const int64_t t = t0 + lane;
-    __syncwarp();  // nobody needs v and g of the channel before any more
+    // The barrier below stands before whoever reads these, and __syncwarp after whoever read those before.
     shared.v[warp][lane] = t < seq ? dt(batch, channel, t) * silu(u(batch, channel, t)) : T(0);
     shared.g[warp][lane] = t < seq ? dy(batch, channel, t) * silu(z(batch, channel, t)) : T(0);
-    __syncwarp();  // v and g are there
     for (int64_t state0 = 0; state0 < states; state0 += ROWS) {
       const bool same = state0 + ROWS < states;  // the states after these are of the same channel
       const int64_t channel_next = same ? channel : channel + 1, state_next = same ? state0 + ROWS : 0;
@@ -944,7 +943,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
           T v[EACH], g[EACH];
           load_row(v, &shared.v[warp][EACH * own.quarter]);
           load_row(g, &shared.g[warp][EACH * own.quarter]);
-          __syncwarp();  // nobody needs the angles before any more
           UNROLL
           for (int i = 0; i < 2; ++i) {
             Complex<T> e[EACH], taken = 0, given = 0;
@@ -960,7 +958,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
             const int state = own.row + 8 * i;
             store_row(&shared.angles[warp][state / 4][state % 4 * InputTiles<T>::PITCH + EACH * own.quarter], found);
           }
-          __syncwarp();  // these angles are there
+          __syncwarp();  // these angles are there; v and g have been read
           if (!MANY) add_product_of_angles(shared.x[now]);
         }
         now = 1 - now;

@@ -32,7 +32,7 @@ def cost(b: int, d: int, n: int, T: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=adaptive_unitary,
-    lesson="a sum in a frame that turns along with the states",
+    lesson="states that turn: a sum in a frame that turns along, phases in whole numbers",
     cost=cost,
     aligned=(1, INPUTS, STATES, STEPS),
     registers=255,  # in double
@@ -40,8 +40,6 @@ stage = Stage(
 )
 
 AGAIN = "x is loaded again as it was: only counts with d = INPUTS tell, which the tests compare"
-ROWS_TELL = "there are never more than 16 rows, so that the other condition says it too"
-NO_STEP = "a tile past the end has no step to finish"
 EQUIVALENT = {
     "const T radius = (value.re > 0 ? value.re : 0) + std::log1p(std::exp(value.re > 0 ? -value.re : value.re));  "
     "[value.re > 0 -> value.re >= 0]": "at 0 both sides are 0",
@@ -49,13 +47,7 @@ EQUIVALENT = {
     "[channels > INPUTS -> channels >= INPUTS]": AGAIN,
     "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
     "[channels > INPUTS -> true]": AGAIN,
-    "for (int i = 0; i < 4; ++i) {  [i < 4 -> i <= 4]": "the fifth is of a column past those that there are",
-    "if (own.quarter < 2 && 8 * own.quarter < rows) {  [own.quarter < 2 -> own.quarter <= 2]": ROWS_TELL,
-    "if (own.quarter < 2 && 8 * own.quarter < rows) {  [own.quarter < 2 -> true]": ROWS_TELL,
-    "if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);  [tile + 1 < tiles -> tile + 1 <= tiles]": NO_STEP,
-    "if (r0 == 0 && tile + 1 < tiles) finish(tile + 1);  [tile + 1 < tiles -> true]": NO_STEP,
     "for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {  [r0 < channels -> r0 <= channels]": (
         "of no inputs nothing is added, in the backward, which is not counted here"
     ),
-    "__syncwarp();  [__syncwarp() removed]": "a barrier of the block stands between those who write and those who read",
 }
