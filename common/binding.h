@@ -30,7 +30,7 @@ inline bool on_cpu_device() { return &simt_bind != nullptr; }
 
 // Names and objects of torch, looked up once.
 struct Torch {
-  PyObject *tensor, *float64, *float32, *float16, *bfloat16, *complex128, *complex64;
+  PyObject *tensor, *float64, *float32, *float16, *bfloat16, *complex128, *complex64, *int64, *int32;
   PyObject *dtype = intern("dtype"), *shape = intern("shape"), *stride = intern("stride"),
            *data_ptr = intern("data_ptr"), *get_device = intern("get_device");
 
@@ -40,7 +40,8 @@ struct Torch {
       const auto module = py::module_::import("torch");
       const auto take = [&](const char* name) { return module.attr(name).cast<py::object>().release().ptr(); };
       return new Torch{take("Tensor"),   take("float64"),    take("float32"),  take("float16"),
-                       take("bfloat16"), take("complex128"), take("complex64")};
+                       take("bfloat16"), take("complex128"), take("complex64"), take("int64"),
+                       take("int32")};
     }();
     return *torch;
   }
@@ -71,9 +72,12 @@ void read_tensor(PyObject* source, AnyView<N>& view) {
   else if (dtype.ptr() == torch.float64) view.dtype = DType::float64;
   else if (dtype.ptr() == torch.complex64) view.dtype = DType::complex64;
   else if (dtype.ptr() == torch.complex128) view.dtype = DType::complex128;
+  else if (dtype.ptr() == torch.int32) view.dtype = DType::int32;
+  else if (dtype.ptr() == torch.int64) view.dtype = DType::int64;
   else {
-    throw py::type_error("expected a tensor of float64, float32, float16, bfloat16, complex128 or complex64, got " +
-                         py::str(dtype).cast<std::string>());
+    throw py::type_error(
+        "expected a tensor of float64, float32, float16, bfloat16, complex128, complex64, int64 or int32, got " +
+        py::str(dtype).cast<std::string>());
   }
   view.device = int(PyLong_AsLong(call(source, torch.get_device).ptr()));
   if ((view.device < 0) != on_cpu_device()) {

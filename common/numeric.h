@@ -18,7 +18,7 @@ using half = simt::Half;
 using bfloat16 = simt::BFloat16;
 #endif
 
-enum class DType { float64, float32, float16, bfloat16, complex128, complex64 };
+enum class DType { float64, float32, float16, bfloat16, complex128, complex64, int64, int32 };
 
 inline const char* name_of(DType dtype) {
   switch (dtype) {
@@ -28,6 +28,8 @@ inline const char* name_of(DType dtype) {
     case DType::bfloat16: return "bfloat16";
     case DType::complex128: return "complex128";
     case DType::complex64: return "complex64";
+    case DType::int64: return "int64";
+    case DType::int32: return "int32";
   }
   return "unknown";
 }
@@ -36,7 +38,9 @@ inline int size_of(DType dtype) {
   switch (dtype) {
     case DType::complex128: return 16;
     case DType::complex64:
+    case DType::int64:
     case DType::float64: return 8;
+    case DType::int32:
     case DType::float32: return 4;
     default: return 2;
   }

@@ -14,6 +14,7 @@
 
 #include "common/complex.h"
 #include "common/device.h"
+#include "common/numeric.h"
 
 namespace detail {
 template <typename T>
@@ -40,6 +41,16 @@ struct PhaseOf<double> {
 
 template <typename T>
 using Phase = typename detail::PhaseOf<T>::Unsigned;
+
+// In tensors they are whole numbers, too: torch's are signed, which are the same bits.
+template <>
+struct Traits<Phase<float>> {
+  static constexpr DType dtype = DType::int32;
+};
+template <>
+struct Traits<Phase<double>> {
+  static constexpr DType dtype = DType::int64;
+};
 
 // x y, rounded by itself: not as a part of what a compiler makes of the sums that it stands in.
 template <typename T>

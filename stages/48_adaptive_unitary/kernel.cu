@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
                      View<T, 3> w,                     // [batch, channels, seq], y before silu(z), for the backward
                      View<Complex<T>, 3> last,         // [batch, channels, states]
                      View<Complex<T>, 4> sums,         // [tiles + 1, batch, channels, states]: before each, or empty
-                     View<T, 4> phases) {              // likewise, their bits
+                     View<Phase<T>, 4> phases) {       // likewise
   DYNAMIC_SHARED(ForwardTiles<T>, tiles_of_block);
   ForwardTiles<T>& shared = *tiles_of_block;
   const int64_t channels = u.size[1], seq = u.size[2], states = x.size[1], tiles = ceil_div(seq, STEPS);
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
       if (sums.size[0] == 0 || own.quarter >= 2 || j >= states) return;
       const int64_t at = (tile * gridDim.x + blockIdx.x) * states + j;
       sums.data[at] = own.quarter ? sum[1] : sum[0];
-      reinterpret_cast<Phase<T>&>(phases.data[at]) = own.quarter ? phase[1] : phase[0];
+      phases.data[at] = own.quarter ? phase[1] : phase[0];
     };
 
     fetch(shared.coming, u, batch, 0, 0);
@@ -571,7 +571,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
                               View<const Complex<T>, 3> state,  // [batch, channels, states], or empty
                               View<const T, 3> w,               // [batch, channels, seq]
                               View<const Complex<T>, 4> sums,   // [tiles + 1, batch, channels, states]: p before each
-                              View<const T, 4> phases,          // likewise
+                              View<const Phase<T>, 4> phases,   // likewise
                               View<T, 3> du,                    // [batch, channels, seq], without the part by theta
                               View<T, 3> ddt,                   // [batch, channels, seq]
                               View<T, 3> dz,                    // [batch, channels, seq]
@@ -609,7 +609,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
         if (j >= states) continue;
         const Complex<T> b = polar(B, j), c = polar(C, j);
         const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
-        const Phase<T> phase = reinterpret_cast<const Phase<T>&>(phases(tiles, batch, channel, j));
+        const Phase<T> phase = phases(tiles, batch, channel, j);
         const Complex<T> m = conj(unit<T>(phase)) * dlast(batch, channel, j);
         bias[i] = phase_of(x_bias(channel, j));
         walker[i].bc = b * c, walker[i].start = c * start;
@@ -674,7 +674,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
         Phase<T> phase[2] = {0, 0};
         UNROLL
         for (int i = 0; i < 2; ++i) {
-          if (8 * i < rows) phase[i] = reinterpret_cast<const Phase<T>&>(phases.data[at + 8 * i]);
+          if (8 * i < rows) phase[i] = phases.data[at + 8 * i];
           walker[i].p = 8 * i < rows ? sums.data[at + 8 * i] : Complex<T>(0);
         }
         Angles<T> angles = {};
@@ -741,7 +741,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
         if (own.quarter != i || j >= states) continue;
         const Complex<T> b = polar(B, j), c = polar(C, j);
         const Complex<T> start = state.size[0] ? state(batch, channel, j) : Complex<T>(0);
-        const Phase<T> phase = reinterpret_cast<const Phase<T>&>(phases(tiles, batch, channel, j));
+        const Phase<T> phase = phases(tiles, batch, channel, j);
         const Complex<T> m = conj(unit<T>(phase)) * dlast(batch, channel, j), p = sums(tiles, batch, channel, j);
         dstate(batch, channel, j) = multiply_add(conj(c), q[i], m);
         add(dbias(place, channel, j), of_bias[i], fresh);
@@ -778,7 +778,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
                    View<const T, 3> z,               // [batch, channels, seq]
                    View<const Complex<T>, 3> start,  // [batch, channels, states], C h[0], or empty
                    View<const Complex<T>, 4> sums,   // [tiles + 1, batch, channels, states]
-                   View<const T, 4> phases,          // likewise
+                   View<const Phase<T>, 4> phases,   // likewise
                    View<const Complex<T>, 4> pulls,  // [tiles, batch, channels, states]
                    View<const T, 4> leans,           // likewise
                    View<T, 4> du) {                  // [part, batch, channels, seq]
@@ -900,7 +900,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
       UNROLL
       for (int i = 0; i < 2; ++i) {
         if (8 * i >= rows) continue;
-        phase[i] = reinterpret_cast<const Phase<T>&>(phases.data[at + 8 * i]);
+        phase[i] = phases.data[at + 8 * i];
         bias[i] = phase_of(x_bias(channel, state0 + own.row + 8 * i));
         walker[i].p = sums.data[at + 8 * i];
         walker[i].pull = pulls.data[at + 8 * i], walker[i].lean = leans.data[at + 8 * i];
@@ -996,7 +996,7 @@ void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Inpu
     using C2 = Complex<T>;
     launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), sizeof(ForwardTiles<T>), stream, u.as<T>(),
                                 dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(),
-                                state.as<C2>(), y.as<T>(), w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<T>());
+                                state.as<C2>(), y.as<T>(), w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<Phase<T>>());
   });
 }
 
@@ -1013,13 +1013,13 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
       launch<adaptive_unitary_backward<T, MANY>>(
           {dx.size[0] * channels}, dim3(32 * WARPS), sizeof(BackwardTiles<T>), stream, dy.as<T>(), dlast.as<C2>(),
           u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(),
-          state.as<C2>(), w.as<T>(), sums.as<C2>(), phases.as<T>(), du.as<T>(), ddt.as<T>(), dz.as<T>(),
+          state.as<C2>(), w.as<T>(), sums.as<C2>(), phases.as<Phase<T>>(), du.as<T>(), ddt.as<T>(), dz.as<T>(),
           dstate.as<C2>(), pulls.as<C2>(), leans.as<T>(), dx.as<T>(), dbias.as<T>(), dB.as<C2>(), dC.as<C2>(),
           dD.as<T>());
       launch<input_gradient<T, MANY>>(
           {ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS), sizeof(InputTiles<T>), stream,
           dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(),
-          sums.as<C2>(), phases.as<T>(), read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
+          sums.as<C2>(), phases.as<Phase<T>>(), read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
     };
     if (channels > INPUTS) run.template operator()<true>();
     else run.template operator()<false>();

@@ -67,19 +67,22 @@ SWEEP = {
 }
 DTYPES = (torch.float64, torch.float32)
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+WHOLE = {torch.float64: torch.int64, torch.float32: torch.int32}  # of phases
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, cumulative sums of all states
 
 TILE = 32  # steps of a kernel's tile: what a state is before each of them is kept for the backward
-PLACES = 1024  # sums over time, one for each channel, that the backward has under way, if there are so many: for a GPU
-WALKS = 2048  # likewise, of tiles of time
+# Sums over time, one for each channel, that the backward has under way if there are so many, and likewise of tiles of
+# time: to fill a GPU. The CPU device works on few blocks at a time.
+PLACES = {"cpu": 4, "cuda": 1024}
+WALKS = {"cpu": 4, "cuda": 2048}
 
 
 def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register the operators of a stage and return its public function.
 
     The operator gives y and the last state, and for its backward w, which is y before silu(z), and the sums p and the
-    phases before every TILE of steps and at the end (none where nobody asks for gradients). A phase is a whole number,
-    and stands in a tensor of u's type by its bits.
+    phases before every TILE of steps and at the end (none where nobody asks for gradients). A phase is a whole number
+    of 2^-32 turns, for float64 of 2^-64.
     """
 
     def run(u, dt, x, x_bias, B, C, D, z, state=None, save=True) -> tuple[Tensor, ...]:
@@ -92,7 +95,8 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         of_states = (u.shape[0], *x_bias.shape)
         y, w = (operator.empty(u.shape, like=u) for _ in range(2))
         kept = (-(-u.shape[2] // TILE) + 1 if save else 0, *of_states)
-        return y, w, operator.empty(of_states, like=B), operator.empty(kept, like=B), operator.empty(kept, like=u)
+        last, sums = operator.empty(of_states, like=B), operator.empty(kept, like=B)
+        return y, w, last, sums, operator.empty(kept, like=u, dtype=WHOLE[u.dtype])
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         *tensors, state, _ = inputs
@@ -119,8 +123,8 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         pulls = operator.empty((tiles, *dstate.shape), like=B)
         leans = operator.empty(pulls.shape, like=u)
         # What is added up over batches, and over channels, in places of its own; the order is always the same.
-        places = min(batches, -(-PLACES // channels))
-        parts = min(channels, -(-WALKS // (batches * tiles))) if states else 0
+        places = min(batches, -(-PLACES[u.device.type] // channels))
+        parts = min(channels, -(-WALKS[u.device.type] // (batches * tiles))) if states else 0
         of_u = operator.empty((1 + parts, *u.shape), like=u)
         of_x = operator.empty((places, *x.shape), like=u)
         of_bias = operator.empty((places, channels, states), like=u)
@@ -129,7 +133,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         bc = torch.stack((B, C))
         bc_polar = polar(bc)
         initial = operator.empty((0, 0, 0), like=B) if state is None else state
-        start = initial if state is None else bc_polar[1] * state
+        start = initial if state is None else bc_polar[1] * state.contiguous()
         given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, bc_polar.prod(0), start)
         scratch = (of_u[0], ddt, dz, dstate, pulls, leans, of_x, of_bias, *of_bc, of_d, of_u[1:])
         kernels.launch("adaptive_unitary_backward", u.device, *given, *scratch)

@@ -32,8 +32,10 @@ def nothing(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def poisoned(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What tests put in place of `empty`: filled with NaN, so that what a kernel does not write shows."""
-    return like.new_full(shape, float("nan"), dtype=dtype)
+    """What tests put in place of `empty`: NaN, or the least whole number: what is not written shows."""
+    dtype = dtype or like.dtype
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return like.new_full(shape, torch.iinfo(dtype).min if whole else float("nan"), dtype=dtype)
 
 
 def register(
