@@ -39,9 +39,8 @@ struct Torch {
     static const Torch* torch = [] {
       const auto module = py::module_::import("torch");
       const auto take = [&](const char* name) { return module.attr(name).cast<py::object>().release().ptr(); };
-      return new Torch{take("Tensor"),   take("float64"),    take("float32"),  take("float16"),
-                       take("bfloat16"), take("complex128"), take("complex64"), take("int64"),
-                       take("int32")};
+      return new Torch{take("Tensor"),     take("float64"),   take("float32"), take("float16"), take("bfloat16"),
+                       take("complex128"), take("complex64"), take("int64"),   take("int32")};
     }();
     return *torch;
   }

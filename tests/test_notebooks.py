@@ -455,11 +455,30 @@ def test_exercise_47(capsys):
 
 def test_exercise_48(capsys):
     size = (1, 32, 64, 64)
-    before = lab.kernel("48").formula(*size).barriers
-    longer = {"constexpr int STEPS = 16; ": "constexpr int STEPS = 32; "}
-    lab.exercise("48", longer, *size, at_most={"barriers": before // 2})
+    kept = {
+        "template <typename T>\n__device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& x,": (
+            "template <typename T, typename X>\n__device__ void add_product(Angles<T>& turns, const X& x,"
+        ),
+        "load_row(left[half][i], x.of_lane[2 * m + half][i][threadIdx.x % 32]);": (
+            "for (int j = 0; j < 4; ++j) left[half][i][j] = x(2 * m + half, i, j);"
+        ),
+        "Complex<T> sum[2] = {0, 0}, from_sum": (
+            "Left<T> kept[INPUTS / 8];\n    for (int k = 0; k < INPUTS / 8; ++k)\n"
+            "      for (int i = 0; i < PARTS<T>; ++i) load_row(kept[k][i], shared.weights[warp].of_lane[k][i][lane]);\n"
+            "    Complex<T> sum[2] = {0, 0}, from_sum"
+        ),
+        "add_product(turns, shared.weights[warp], ": (
+            "add_product(turns, [&](int k, int i, int j) { return kept[k][i][j]; }, "
+        ),
+        "add_product(angles, shared.weights[warp], ": (
+            "add_product(angles, [&](int k, int i, int j) { return shared.weights[warp].of_lane[k][i][lane][j]; }, "
+        ),
+    }
+    blocks, tiles = 32, 2 * 32
+    most = lab.kernel("48").formula(*size).shared_load_wavefronts - 128 * (tiles - blocks)
+    lab.exercise("48", kept, *size, at_most={"shared_load_wavefronts": most})
     assert "\nSolved." in capsys.readouterr().out
-    lab.exercise("48", longer, *size, at_most={"barriers": before // 2 - 1})
+    lab.exercise("48", kept, *size, at_most={"shared_load_wavefronts": most - 1})
     assert "but too much" in capsys.readouterr().out
 
 

@@ -144,6 +144,7 @@ stage = Stage(
     registers=240,  # of 16-bit numbers that a lane takes singly; vectors of them and strips are done with 105
     bench={"cpu": ((1, 4096, 64),), "cuda": ((1, 65536, 1024), (8, 8192, 1536))},
     options=({}, {"time_dim": 2}, {"time_dim": 2, "reverse": True}),
+    waits=True,
     define={"launch": launch, "launch_backward": launch_backward},
 )
 

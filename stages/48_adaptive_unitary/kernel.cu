@@ -113,15 +113,18 @@ __device__ __forceinline__ void split_turns(T angle, Part<T> (&parts)[PARTS<T>])
   if constexpr (sizeof(T) == 4) parts[1] = to_tf32(__uint_as_float(parts[1]) + turns.rest * PER_TURN<T>);
 }
 
-// d += a b, as mma. Of floats all but the product of the two small parts, which is nothing beside the rounding.
-template <typename T>
-__device__ __forceinline__ void multiply(T (&d)[4], const Left<T>& a, const Right<T>& b) {
+// d += a b, of COUNT matrices each, as mma. Of floats all but the product of the two small parts, which is nothing beside
+// the rounding. Tensor cores do not round, they cut off what they cannot hold, and the more often the longer their sum
+// is: so the small parts, of which that is least, come first, and angles are summed up elsewhere.
+template <typename T, int COUNT>
+__device__ __forceinline__ void multiply(T (&d)[4], const Left<T> (&a)[COUNT], const Right<T> (&b)[COUNT]) {
   if constexpr (sizeof(T) == 8) {
-    mma(d, a[0], b[0]);
+    for (int k = 0; k < COUNT; ++k) mma(d, a[k][0], b[k][0]);
   } else {
-    mma<Tf32>(d, a[1], b[0]);
-    mma<Tf32>(d, a[0], b[1]);
-    mma<Tf32>(d, a[0], b[0]);
+    UNROLL
+    for (int k = 0; k < COUNT; ++k) mma<Tf32>(d, a[k][1], b[k][0]), mma<Tf32>(d, a[k][0], b[k][1]);
+    UNROLL
+    for (int k = 0; k < COUNT; ++k) mma<Tf32>(d, a[k][0], b[k][0]);
   }
 }
 
@@ -255,6 +258,24 @@ __device__ __forceinline__ void load_weights(Weights<T>& weights, const View<con
   }
 }
 
+// A lane's four neighbours of a row, two for each of two products.
+template <typename T>
+__device__ __forceinline__ void deal_out(Right<T> (&right)[2], const Part<T> (&four)[PARTS<T>][4]) {
+  UNROLL
+  for (int half = 0; half < 2; ++half) {
+    UNROLL
+    for (int i = 0; i < PARTS<T>; ++i) right[half][i][0] = four[i][2 * half], right[half][i][1] = four[i][2 * half + 1];
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void add_rounded(T (&sum)[4], const Left<T> (&left)[2], const Right<T> (&right)[2]) {
+  T product[4] = {};
+  multiply<T>(product, left, right);
+  UNROLL
+  for (int i = 0; i < 4; ++i) sum[i] += product[i];
+}
+
 // How far each step of a tile turns the states of a lane: turns[k / 2][2 i + k % 2] for step k of state i.
 template <typename T>
 using Angles = T[EACH / 2][4];
@@ -275,13 +296,9 @@ __device__ __forceinline__ void add_product(Angles<T>& turns, const Weights<T>& 
       // Column `row` of the product belongs to the lanes of quarter row / 2.
       Part<T> four[PARTS<T>][4];
       tile.load(four, EACH * (own.row / 2) + 2 * n + own.row % 2, 16 * m + 4 * own.quarter);
-      UNROLL
-      for (int half = 0; half < 2; ++half) {
-        Right<T> right;
-        UNROLL
-        for (int i = 0; i < PARTS<T>; ++i) right[i][0] = four[i][2 * half], right[i][1] = four[i][2 * half + 1];
-        multiply<T>(turns[n], left[half], right);
-      }
+      Right<T> right[2];
+      deal_out<T>(right, four);
+      add_rounded<T>(turns[n], left, right);
     }
   }
 }
@@ -502,8 +519,8 @@ __device__ __forceinline__ void add(T& place, T value, bool fresh) {
   place = fresh ? value : place + value;
 }
 
-// dx += u dtheta^T of a tile, each lane its share: two inputs of each 16 for two states of each 8. Tensor cores cut off
-// what they cannot hold, so that a long sum of theirs gets ever too small: each tile's is added on its own.
+// dx += u dtheta^T of a tile, each lane its share: two inputs of each 16 for two states of each 8. Each tile's is added on
+// its own, and rounded.
 template <typename T>
 using OfX = T[2][2][32 * WARPS][4];
 
@@ -513,20 +530,20 @@ __device__ __forceinline__ void add_outer_product(OfX<T>& sums, const Angles<T>&
   T product[2][2][4] = {};
   UNROLL
   for (int k = 0; k < EACH / 2; ++k) {
-    Right<T> right[2];
+    Right<T> right[2][1];
     UNROLL
     for (int n = 0; n < 2; ++n) {
       UNROLL
       for (int i = 0; i < 2; ++i) {
         Part<T> parts[PARTS<T>];
         split(angles[k][2 * n + i], parts);
-        for (int l = 0; l < PARTS<T>; ++l) right[n][l][i] = parts[l];
+        for (int l = 0; l < PARTS<T>; ++l) right[n][0][l][i] = parts[l];
       }
     }
     UNROLL
     for (int m = 0; m < 2; ++m) {
-      Left<T> left;
-      tile.load_left(left, EACH * own.quarter + 2 * k, 16 * m + 2 * own.row);
+      Left<T> left[1];
+      tile.load_left(left[0], EACH * own.quarter + 2 * k, 16 * m + 2 * own.row);
       UNROLL
       for (int n = 0; n < 2; ++n) multiply<T>(product[m][n], left, right[n]);
     }
@@ -848,7 +865,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
     T product[2][4][4] = {};
     UNROLL
     for (int k = 0; k < 2; ++k) {
-      Right<T> right[4];
+      Right<T> right[4][1];
       UNROLL
       for (int i = 0; i < 2; ++i) {
         T angles[4];
@@ -857,13 +874,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
         for (int n = 0; n < 4; ++n) {
           Part<T> values[PARTS<T>];
           split(angles[n], values);
-          for (int l = 0; l < PARTS<T>; ++l) right[n][l][i] = values[l];
+          for (int l = 0; l < PARTS<T>; ++l) right[n][0][l][i] = values[l];
         }
       }
       UNROLL
       for (int m = 0; m < 2; ++m) {
-        Left<T> left;
-        tile_of_x.load_left(left, 4 * own.quarter + 2 * k, 16 * m + 2 * own.row);
+        Left<T> left[1];
+        tile_of_x.load_left(left[0], 4 * own.quarter + 2 * k, 16 * m + 2 * own.row);
         UNROLL
         for (int n = 0; n < 4; ++n) multiply<T>(product[m][n], left, right[n]);
       }
@@ -918,25 +935,23 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
           Part<T> four[2][PARTS<T>][4];
           UNROLL
           for (int i = 0; i < 2; ++i) shared.x[now].load(four[i], own.row + 8 * i, 16 * m + 4 * own.quarter);
+          Left<T> left[2];
           UNROLL
           for (int half = 0; half < 2; ++half) {
-            Left<T> left;
             UNROLL
             for (int i = 0; i < PARTS<T>; ++i) {
-              left[i][0] = four[0][i][2 * half], left[i][2] = four[0][i][2 * half + 1];
-              left[i][1] = four[1][i][2 * half], left[i][3] = four[1][i][2 * half + 1];
+              left[half][i][0] = four[0][i][2 * half], left[half][i][2] = four[0][i][2 * half + 1];
+              left[half][i][1] = four[1][i][2 * half], left[half][i][3] = four[1][i][2 * half + 1];
             }
+          }
+          UNROLL
+          for (int n = 0; n < EACH / 2; ++n) {
+            Part<T> values[PARTS<T>][4];
             UNROLL
-            for (int n = 0; n < EACH / 2; ++n) {
-              Right<T> right;
-              UNROLL
-              for (int i = 0; i < PARTS<T>; ++i) {
-                Part<T> values[4];
-                load_row(values, shared.u[warp][m][n][i][lane]);
-                right[i][0] = values[2 * half], right[i][1] = values[2 * half + 1];
-              }
-              multiply<T>(angles[n], left, right);
-            }
+            for (int i = 0; i < PARTS<T>; ++i) load_row(values[i], shared.u[warp][m][n][i][lane]);
+            Right<T> right[2];
+            deal_out<T>(right, values);
+            add_rounded<T>(angles[n], left, right);
           }
         }
         if (!more) {
@@ -996,7 +1011,8 @@ void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Inpu
     using C2 = Complex<T>;
     launch<adaptive_unitary<T>>({u.size[0] * u.size[1]}, dim3(32 * WARPS), sizeof(ForwardTiles<T>), stream, u.as<T>(),
                                 dt.as<T>(), x.as<T>(), x_bias.as<T>(), B.as<C2>(), C.as<C2>(), D.as<T>(), z.as<T>(),
-                                state.as<C2>(), y.as<T>(), w.as<T>(), last.as<C2>(), sums.as<C2>(), phases.as<Phase<T>>());
+                                state.as<C2>(), y.as<T>(), w.as<T>(), last.as<C2>(), sums.as<C2>(),
+                                phases.as<Phase<T>>());
   });
 }
 
@@ -1016,10 +1032,11 @@ void adaptive_unitary_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3>
           state.as<C2>(), w.as<T>(), sums.as<C2>(), phases.as<Phase<T>>(), du.as<T>(), ddt.as<T>(), dz.as<T>(),
           dstate.as<C2>(), pulls.as<C2>(), leans.as<T>(), dx.as<T>(), dbias.as<T>(), dB.as<C2>(), dC.as<C2>(),
           dD.as<T>());
-      launch<input_gradient<T, MANY>>(
-          {ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS), sizeof(InputTiles<T>), stream,
-          dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(), x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(),
-          sums.as<C2>(), phases.as<Phase<T>>(), read_only(pulls.as<C2>()), read_only(leans.as<T>()), du_of_theta.as<T>());
+      launch<input_gradient<T, MANY>>({ceil_div(batches * tiles, WARPS) * du_of_theta.size[0]}, dim3(32 * WARPS),
+                                      sizeof(InputTiles<T>), stream, dy.as<T>(), u.as<T>(), dt.as<T>(), x.as<T>(),
+                                      x_bias.as<T>(), bc.as<C2>(), z.as<T>(), start.as<C2>(), sums.as<C2>(),
+                                      phases.as<Phase<T>>(), read_only(pulls.as<C2>()), read_only(leans.as<T>()),
+                                      du_of_theta.as<T>());
     };
     if (channels > INPUTS) run.template operator()<true>();
     else run.template operator()<false>();

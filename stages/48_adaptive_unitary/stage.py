@@ -32,7 +32,7 @@ def cost(b: int, d: int, n: int, T: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=adaptive_unitary,
-    lesson="states that turn: a sum in a frame that turns along, phases in whole numbers",
+    lesson="states that turn: a sum in a frame that turns along",
     cost=cost,
     aligned=(1, INPUTS, STATES, STEPS),
     registers=255,  # in double

@@ -127,7 +127,7 @@ def dtype_name(dtype: str, options: Mapping[str, Any]) -> str:
 
 
 def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | None:
-    """What the x-ray counts for each floating-point operation: whole sectors of global memory, loads and stores.
+    """What the x-ray counts for each floating-point operation: whole sectors of global memory, read and written.
 
     None where the closed forms do not hold, and of a stage that has none.
     """
@@ -136,7 +136,8 @@ def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | N
     sizes, itemsize = stage.sizes(size), getattr(torch, dtype).itemsize
     options = stage.options(getattr(torch, dtype))[0]
     counts, work = stage.cost(**sizes, itemsize=itemsize, **options), stage.family.work(sizes, itemsize, **options)
-    return SECTOR * (counts.load_sectors + counts.store_sectors) / work.operations
+    sectors = counts.load_sectors + counts.store_sectors + counts.atomic_sectors
+    return SECTOR * sectors / work.operations
 
 
 # ---------------------------------------------------------------------------------------------------------------------

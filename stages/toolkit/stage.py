@@ -39,6 +39,7 @@ class Stage:
             dictionaries, or a function that gives one for a dtype. The family's `reference`, `tolerance`, `incumbent`
             and `work`, and `cost`, get them as keywords.
         gradients: Whether the function has a backward; the checks leave gradients out if not.
+        waits: Whether blocks wait for what others write, so that no two runs on a GPU count the same.
         define: Keywords for the family's `define`: what it has to know about this stage's kernels.
     """
 
@@ -56,6 +57,7 @@ class Stage:
         dtypes: tuple[torch.dtype, ...] | None = None,
         options: tuple[dict[str, Any], ...] | Callable[[torch.dtype], tuple[dict[str, Any], ...]] = ({},),
         gradients: bool = True,
+        waits: bool = False,
         define: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(file).resolve().parent
@@ -70,6 +72,7 @@ class Stage:
         self.bench = {**family.BENCH, **(bench or {})}
         self.dtypes = dtypes or family.DTYPES
         self.gradients = gradients
+        self.waits = waits
         self._options = options
         self.kernels = TritonKernels(self.name) if self.in_triton else Kernels(self.name)
         self.function = family.define(self.operator, self.kernels, **(define or {}))
