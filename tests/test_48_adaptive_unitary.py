@@ -84,8 +84,8 @@ class TestAdaptiveUnitary(StageCases):
         seq = 8192
         u, dt, _, x_bias, B, C, D, z, state = self.arguments((1, 1, 5, seq), device=device)
         x = torch.zeros(1, 5, 1, device=device)
-        # An angle is off by half of a 2^-32 turn at most. The gradient of D, here one sum of 8192 numbers of both signs,
-        # knows of no phases.
+        # An angle is off by half of a 2^-32 turn at most. The gradient of D knows of no phases, and is here one sum of
+        # 8192 numbers of both signs.
         self.compare([u, dt, x, x_bias, B, C, D, z, state], seq * 2**-33 * 2 * np.pi, without=("D",))
         incumbent = family.incumbent(u, dt, x, x_bias, B, C, D, z, state)[1]
         truth = family.reference(u, dt, x, x_bias, B, C, D, z, state)[1]

@@ -124,6 +124,16 @@ def test_a_global_count_that_differs_is_a_failure(cases, name):
     assert failure.startswith("12_matmul_shared, 33x63x127, float32: " + METRICS[name])
 
 
+@pytest.mark.parametrize("name", nsight.EXACT)
+def test_blocks_that_wait_may_look_more_often_but_not_less(cases, name):
+    for change, failures in ((5, 0), (-1, 1)):
+        counts = [dict(case.counts) for case in cases]
+        counts[1][name] += change
+        rows = nsight.compare([replace(case, waits=True) for case in cases], nsight.parse(answer(*counts)))
+        assert len(nsight.failures(rows)) == failures
+        assert ("look again and again" in nsight.table(rows)) == (not failures)
+
+
 def test_other_launches_cannot_be_compared(cases):
     counts = [case.counts for case in cases]
     for text, words in (
