@@ -118,13 +118,14 @@ __device__ __forceinline__ void split_turns(T angle, Part<T> (&parts)[PARTS<T>])
 // is: so the small parts, of which that is least, come first, and angles are summed up elsewhere.
 template <typename T, int COUNT>
 __device__ __forceinline__ void multiply(T (&d)[4], const Left<T> (&a)[COUNT], const Right<T> (&b)[COUNT]) {
-  if constexpr (sizeof(T) == 8) {
-    for (int k = 0; k < COUNT; ++k) mma(d, a[k][0], b[k][0]);
-  } else {
+  if constexpr (sizeof(T) == 4) {
     UNROLL
     for (int k = 0; k < COUNT; ++k) mma<Tf32>(d, a[k][1], b[k][0]), mma<Tf32>(d, a[k][0], b[k][1]);
-    UNROLL
-    for (int k = 0; k < COUNT; ++k) mma<Tf32>(d, a[k][0], b[k][0]);
+  }
+  UNROLL
+  for (int k = 0; k < COUNT; ++k) {
+    if constexpr (sizeof(T) == 4) mma<Tf32>(d, a[k][0], b[k][0]);
+    else mma(d, a[k][0], b[k][0]);
   }
 }
 

@@ -134,7 +134,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
         bc_polar = polar(bc)
         initial = operator.empty((0, 0, 0), like=B) if state is None else state
         start = initial if state is None else bc_polar[1] * state.contiguous()
-        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, bc_polar.prod(0), start)
+        given = (dy, dlast, u, dt, x, x_bias, B, C, D, z, initial, w, sums, phases, bc_polar[0] * bc_polar[1], start)
         scratch = (of_u[0], ddt, dz, dstate, pulls, leans, of_x, of_bias, *of_bc, of_d, of_u[1:])
         kernels.launch("adaptive_unitary_backward", u.device, *given, *scratch)
         db, dc = through_polar(bc, of_bc.sum((1, 2)))

@@ -129,14 +129,15 @@ def comparison() -> str:
     rows = record["rows"]
     equal = [r for r in rows if r["hardware"] == r["xray"]]
     memory = [r for r in rows if not r["count"].startswith("shared")]
-    same = all(r["hardware"] == r["xray"] for r in memory)
+    same = sum(r["hardware"] == r["xray"] for r in memory)
+    share = "all" if same == len(memory) else f"{same:,} of"
     text = (
         f"The x-ray's counts beside those of Nsight Compute {record['ncu']} on one {record['card']}: {len(equal):,} of "
-        f"{len(rows):,} are equal, {'all' if same else '**not all**'} {len(memory):,} requests and sectors of global "
+        f"{len(rows):,} are equal, {share} {len(memory):,} requests and sectors of global "
         "memory among them."
     )
     reasons = [r["reason"] or "not explained yet" for r in rows if r["hardware"] != r["xray"]]
-    return text + "".join(f"\n- {reasons.count(why)} in shared memory: {why}" for why in dict.fromkeys(reasons))
+    return text + "".join(f"\n- {reasons.count(why)}: {why}" for why in dict.fromkeys(reasons))
 
 
 def accuracy_table() -> str:
