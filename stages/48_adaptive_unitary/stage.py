@@ -47,6 +47,11 @@ EQUIVALENT = {
     "[channels > INPUTS -> channels >= INPUTS]": AGAIN,
     "if (channels > INPUTS) load_weights(shared.weights[warp], x, channel, state0, r0);  "
     "[channels > INPUTS -> true]": AGAIN,
+    "for (int i = 0; i < 4; ++i) {  [i < 4 -> i <= 4]": "the fifth is of a column past those that there are",
+    "for (int i = 0; i < 2; ++i) {  [i < 2 -> i <= 2]": "the third is of a state past those of a warp",
+    "for (int64_t state0 = 0; state0 < states; state0 += ROWS) {  [state0 < states -> state0 <= states]": (
+        "a round without states, after all others, adds nothing"
+    ),
     "for (int64_t r0 = 0; MANY && r0 < channels; r0 += INPUTS) {  [r0 < channels -> r0 <= channels]": (
         "of no inputs nothing is added, in the backward, which is not counted here"
     ),
