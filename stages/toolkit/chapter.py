@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -311,7 +312,7 @@ def plot(chapter: Chapter) -> Picture | None:
         raise NotAvailable("the plot needs matplotlib: pip install -e '.[notebooks]'") from None
     figure = picture.Figure(figsize=(picture.WIDTH, 3.9), layout="constrained", facecolor=picture.PANEL)
     axes = figure.subplots()
-    for (label, points), colour in zip(series.items(), picture.BLOCKS, strict=False):
+    for (label, points), colour in zip(series.items(), cycle(picture.BLOCKS), strict=False):
         axes.plot(list(points), list(points.values()), "o-", color=colour, lw=2, ms=6, label=label)
     for place in range(len(chapter.stages)):
         # The highest point of a stage has its figure above it, the others below.
