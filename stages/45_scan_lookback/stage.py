@@ -41,16 +41,17 @@ def cut(B: int, T: int, D: int, itemsize: int, rows: bool) -> Cut:
 
 
 @lru_cache(maxsize=256)
-def words_of(B: int, T: int, D: int, dtype: torch.dtype, rows: bool) -> tuple[int, int]:
+def words_of(shape: tuple[int, ...], dtype: torch.dtype, rows: bool) -> tuple[int, int]:
     """How many words of 8 bytes the blocks need to take tickets and to tell each other, and the tiles of a chain."""
-    chains, tiles, _, width, _ = cut(B, T, D, dtype.itemsize, rows)
+    chains, tiles, _, width, _ = cut(*shape, dtype.itemsize, rows)
     return LINE + chains * tiles * 2 * width * (accumulator(dtype).itemsize // 4), tiles
 
 
 def scratch(h: Tensor) -> tuple[Tensor, bool, int]:
     """What tiles tell each other, zeros at every call, whether chains are rows, and of how many tiles."""
-    rows = h.stride(1) < h.stride(2)  # steps lie closer than channels
-    size, tiles = words_of(*h.shape, h.dtype, rows)
+    _, step, channel = h.stride()
+    rows = step < channel  # steps lie closer than channels
+    size, tiles = words_of(h.shape, h.dtype, rows)
     return operator.zeros((size,), h, torch.float64), rows, tiles
 
 
