@@ -1,0 +1,597 @@
+// Stage 51: discretize and scan in one kernel, forward
+//
+// Problem   h[t] = A_bar h[t - 1] + gain B[t] u[t] of each batch, channel and state, A_bar and gain made of A and the step
+//           dt = delta, or softplus(delta + bias), by one of nine methods; y = (sum over states C[t] h[t] + D u) silu(z).
+//           u, delta, z, y [B, d, T], A [d, n], B, C [B, groups, n, T] or [B, d, n, 1], h [B, d, n], D, bias [d].
+// Before    Stage 45 reads a and b and writes h. Here each would be n times as large as u, which is all that there is.
+// Idea      What is n times as large never leaves the registers. A lane walks through time with S states of one channel,
+//           and makes A_bar and gain of each as it goes: an exponential, a multiplication and two more that add up h and
+//           y. With n = 16 that is 32 bytes of arithmetic for each byte of memory: exponentials are what it costs, 16 a
+//           clock and multiprocessor. All else is done for a tile of time at once, by all threads: softplus, which all
+//           states of a channel share, and turning rows of time into rows of channels and of states.
+// Mapping   block: CH channels of one batch, all T steps.  thread: S states of channel threadIdx % CH. So the lanes of a
+//           warp have the same states of different channels, and one number of B and of C is loaded for all of them.
+//           While a tile of TILE steps is walked, the next one comes by asynchronous copies.
+// Cost      see `cost` in stage.py.
+// Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. The states of
+//           a channel are at most 256. Lanes past the last channel of a group have nothing to do.
+// Run       python -m stages run 51
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <type_traits>
+
+#include "common/async_copy.h"
+#include "common/complex.h"
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
+constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
+constexpr int CHUNK = 128;                           // steps, before each of which a backward wants to know the states
+constexpr int FOUR = 4;                              // steps that a thread prepares at a time
+template <typename N>
+constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
+
+enum class Method { mamba, zoh, foh, bilinear, highorder, poly, rk4, dirac, backward_euler };
+
+// ---- numbers, real and complex --------------------------------------------------------------------------------------
+template <typename N>
+struct RealOf {
+  using Type = N;
+  static constexpr int PARTS = 1;
+};
+template <typename R>
+struct RealOf<Complex<R>> {
+  using Type = R;
+  static constexpr int PARTS = 2;
+};
+template <typename N>
+using Real = typename RealOf<N>::Type;
+template <typename N>
+constexpr int PARTS = RealOf<N>::PARTS;
+
+template <typename T>
+__device__ __forceinline__ T multiply_add(T x, T y, T z) {
+  return x * y + z;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, T y, Complex<T> z) {
+  return {x.re * y + z.re, x.im * y + z.im};
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, Complex<T> y, Complex<T> z) {
+  return {z.re + x.re * y.re - x.im * y.im, z.im + x.re * y.im + x.im * y.re};
+}
+
+// What y takes of a state.
+template <typename T>
+__device__ __forceinline__ T add_real_part(T sum, T c, T h) {
+  return sum + c * h;
+}
+template <typename T>
+__device__ __forceinline__ T add_real_part(T sum, Complex<T> c, Complex<T> h) {
+  return sum + c.re * h.re - c.im * h.im;
+}
+
+// e^x for x that was multiplied by PER_E: of floats as a power of 2, the GPU's own, right to 2^-22.
+template <typename T>
+constexpr T PER_E = sizeof(T) == 4 ? T(1.44269504088896340736) : T(1);
+__device__ __forceinline__ float power(float x) {
+#if defined(__CUDACC__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
+__device__ __forceinline__ double power(double x) { return std::exp(x); }
+
+// e^(2 pi i x) for x in turns; a float loses whole turns first, as the GPU's own sine is right near 0.
+template <typename T>
+constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
+__device__ __forceinline__ Complex<float> unit(float turns) {
+  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole numbers last
+  const float left = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+  float sine, cosine;
+#if defined(__CUDACC__)
+  __sincosf(left, &sine, &cosine);
+#else
+  sine = std::sin(left), cosine = std::cos(left);
+#endif
+  return {cosine, sine};
+}
+__device__ __forceinline__ Complex<double> unit(double radians) { return {std::cos(radians), std::sin(radians)}; }
+
+template <typename T>
+__device__ __forceinline__ T exponential(T x) {
+  return power(x * PER_E<T>);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> exponential(Complex<T> z) {
+  return unit(z.im * PER_RADIAN<T>) * power(z.re * PER_E<T>);
+}
+
+// 1 / x, of floats right to the last bit but one.
+__device__ __forceinline__ float inverse(float x) {
+#if defined(__CUDACC__)
+  return __fdividef(1.0f, x);
+#else
+  return 1 / x;
+#endif
+}
+__device__ __forceinline__ double inverse(double x) { return 1 / x; }
+template <typename T>
+__device__ __forceinline__ Complex<T> inverse(Complex<T> z) {
+  return conj(z) * inverse(z.re * z.re + z.im * z.im);
+}
+template <typename T>
+__device__ __forceinline__ T square_of(T z) {
+  return z * z;
+}
+template <typename T>
+__device__ __forceinline__ T square_of(Complex<T> z) {
+  return z.re * z.re + z.im * z.im;
+}
+
+template <typename T>
+__device__ __forceinline__ T softplus(T x) {
+  return (x > 0 ? x : T(0)) + std::log1p(std::exp(x > 0 ? -x : x));
+}
+template <typename T>
+__device__ __forceinline__ T silu(T x) {
+  return x / (T(1) + std::exp(-x));
+}
+
+// ---- methods --------------------------------------------------------------------------------------------------------
+constexpr double FACTORIAL[] = {1, 1, 2, 6, 24, 120, 720, 5040, 40320, 362880, 3628800, 39916800, 479001600};
+
+// phi_K(z) by its series, for abs(z) < 1/2: 1/K! + z/(K + 1)! + ..
+template <int K, typename N>
+__device__ __forceinline__ N phi_near_zero(N z) {
+  using T = Real<N>;
+  constexpr int LAST = sizeof(T) == 4 ? 7 : 15;
+  N sum = T(1.0 / 20922789888000.0 / (K == 1 ? 1 : 17));  // 16!
+  if constexpr (sizeof(T) == 4) sum = T(1 / FACTORIAL[LAST + K]);
+  UNROLL
+  for (int k = LAST - 1; k >= 0; --k) {
+    double factor = 1;
+    for (int i = 2; i <= k + K; ++i) factor *= i;
+    sum = multiply_add(sum, z, N(T(1 / factor)));
+  }
+  return sum;
+}
+
+// What a step of a state needs of A and dt.
+template <Method M>
+constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;
+
+// A as the steps of a method want it: multiplied once by what its exponential would be multiplied by each time.
+template <Method M, typename T>
+__device__ __forceinline__ T rate_of(T a) {
+  return EXPONENT_ALONE<M> ? a * PER_E<T> : a;
+}
+template <Method M, typename T>
+__device__ __forceinline__ Complex<T> rate_of(Complex<T> a) {
+  return EXPONENT_ALONE<M> ? Complex<T>(a.re * PER_E<T>, a.im * PER_RADIAN<T>) : a;
+}
+template <typename T>
+__device__ __forceinline__ T decay(T rate, T dt) {
+  return power(rate * dt);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> decay(Complex<T> rate, T dt) {
+  return unit(rate.im * dt) * power(rate.re * dt);
+}
+
+// One step of a state: h = A_bar h + gain b u, and what `foh` keeps for the next one.
+template <Method M, typename N, typename T = Real<N>>
+__device__ __forceinline__ void take_step(N& h, N& before, N rate, T dt, T u, N b) {
+  const T input = dt * u;  // the same for all states
+  if constexpr (EXPONENT_ALONE<M>) {
+    h = multiply_add(decay(rate, dt), h, b * (M == Method::mamba ? input : u));
+  } else if constexpr (M == Method::bilinear) {
+    const N half = rate * (T(0.5) * dt), left = inverse(N(1) - half);
+    h = left * multiply_add(N(1) + half, h, b * input);
+  } else if constexpr (M == Method::backward_euler) {
+    h = inverse(N(1) - rate * dt) * multiply_add(b, input, h);
+  } else if constexpr (M == Method::highorder || M == Method::poly || M == Method::rk4) {
+    const N z = rate * dt;
+    N gain = M == Method::highorder ? T(1.0 / 2) : M == Method::poly ? T(1.0 / 6) : T(1.0 / 24);
+    if constexpr (M == Method::rk4) gain = multiply_add(gain, z, N(T(1.0 / 6)));
+    if constexpr (M != Method::highorder) gain = multiply_add(gain, z, N(T(1.0 / 2)));
+    gain = multiply_add(gain, z, N(1));
+    h = multiply_add(exponential(z), h, gain * (b * input));
+  } else {
+    const N z = rate * dt, e = exponential(z);
+    const bool near = square_of(z) < T(0.25);
+    if constexpr (M == Method::zoh) {
+      const N phi_1 = near ? phi_near_zero<1>(z) : (e - N(1)) * inverse(z);
+      h = multiply_add(e, h, phi_1 * (b * input));
+    } else {
+      N phi_1 = 0, phi_2 = 0;
+      if (near) {
+        phi_2 = phi_near_zero<2>(z), phi_1 = multiply_add(phi_2, z, N(1));
+      } else {
+        const N over_z = inverse(z);
+        phi_1 = (e - N(1)) * over_z, phi_2 = (phi_1 - N(1)) * over_z;
+      }
+      const N taken = b * u;
+      h = multiply_add(e, h, multiply_add(phi_2, taken, (phi_1 - phi_2) * before) * dt);
+      before = taken;
+    }
+  }
+}
+
+// ---- what is copied -------------------------------------------------------------------------------------------------
+// A tensor whose last dimension is time, as copies see it: bytes. What numbers they are is looked at where they are used,
+// so that the walk through time is compiled once for all types that are computed with in float.
+template <int D>
+struct Rows {
+  unsigned char* data;
+  int64_t size[D], stride[D];  // strides in bytes
+  DType dtype;
+  int bytes;   // of a number
+  int pitch;   // of a tile's row in shared memory, in bytes: neighbouring rows begin in other banks
+  int groups;  // of 16 bytes in a row: 2 to that power
+  bool wide;   // rows are made of such groups
+
+  Rows(const AnyView<D>& x, int steps) : data(static_cast<unsigned char*>(x.data)), dtype(x.dtype), groups(0) {
+    bytes = size_of(dtype), pitch = steps * bytes + 16;
+    while (16 << groups < steps * bytes) ++groups;
+    wide = reinterpret_cast<uintptr_t>(data) % 16 == 0 && x.stride[D - 1] == 1 && x.size[D - 1] * bytes % 16 == 0;
+    for (int i = 0; i < D; ++i) {
+      size[i] = x.size[i], stride[i] = x.stride[i] * bytes;
+      if (i < D - 1) wide &= size[i] <= 1 || stride[i] % 16 == 0;
+    }
+  }
+};
+
+// Starts the copies of `steps` steps of `rows` rows into a tile of HEIGHT rows; zeros stand where there are no more.
+template <int STEPS, int D>
+__device__ __forceinline__ void fetch(unsigned char* tile, const Rows<D>& x, const unsigned char* from, int height,
+                                      int rows, int steps) {
+  const int threads = blockDim.x;
+  const int64_t stride_r = x.stride[D - 2], stride_t = x.stride[D - 1];
+  if (x.wide) {
+    for (int i = threadIdx.x; i < height << x.groups; i += threads) {
+      const int row = i >> x.groups, at = (i & ((1 << x.groups) - 1)) * 16;
+      async_copy<16>(tile + row * x.pitch + at, from + row * stride_r + at, row < rows && at < steps * x.bytes);
+    }
+    return;
+  }
+  const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
+  for (int i = threadIdx.x; i < height * STEPS; i += threads) {
+    const int row = down ? i % height : i / STEPS, t = down ? i / height : i % STEPS;
+    unsigned char* to = tile + row * x.pitch + t * x.bytes;
+    const unsigned char* word = from + row * stride_r + t * stride_t;
+    const bool inside = row < rows && t < steps;
+    if (x.bytes == 16) async_copy<16>(to, word, inside);
+    else if (x.bytes == 8) async_copy<8>(to, word, inside);
+    else if (x.bytes == 4) async_copy<4>(to, word, inside);
+    else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
+  }
+}
+
+// body.operator()<T>() for the type T of a tensor's numbers, one of those that are computed with as N.
+template <typename N, typename Body>
+__device__ __forceinline__ void with_type(DType dtype, Body&& body) {
+  if constexpr (std::is_same_v<N, float>) {
+    if (dtype == DType::float16) return body.template operator()<half>();
+    if (dtype == DType::bfloat16) return body.template operator()<bfloat16>();
+  }
+  body.template operator()<N>();
+}
+
+// COUNT neighbours in shared memory, by as few loads as there can be.
+template <int COUNT, typename From, typename T>
+__device__ __forceinline__ void load_row(T (&values)[COUNT], const From* from) {
+  constexpr int WIDE = COUNT * int(sizeof(From)) < 16 ? COUNT : 16 / int(sizeof(From));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    const auto group = load_vector<WIDE>(from + k);
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) values[k + i] = T(group[i]);
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_row(Complex<T> (&values)[COUNT], const Complex<T>* from) {
+  T parts[2 * COUNT];
+  load_row(parts, reinterpret_cast<const T*>(from));
+  UNROLL
+  for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// How the work is cut, and where a block's shared memory has what, in bytes.
+struct Plan {
+  int channels, lanes, padded;  // channels of a block, threads of a channel; states of a row of B or C
+  int64_t share;                // neighbouring channels that have the same groups of B and of C
+  int u, delta, z, B, C;        // as they were copied: [channel or state][step]
+  int steps, b, c, sums;        // as the walk reads and writes them: [step][channel or state]
+  int bytes;
+};
+
+// grid (B d / channels), block (lanes channels): thread part * channels + c has S states of channel c
+template <typename N, Method M, int S>
+__global__ void __launch_bounds__(MOST_THREADS)
+    selective_scan(Rows<3> u,                       // [batch, channels, seq]
+                   Rows<3> delta,                   // [batch, channels, seq]
+                   View<const N, 2> A,              // [channels, states]
+                   Rows<4> B,                       // [batch, groups, states, seq], or with 1 for seq
+                   Rows<4> C,                       // likewise
+                   View<const Real<N>, 1> D,        // [channels], or empty
+                   Rows<3> z,                       // [batch, channels, seq], or empty
+                   View<const Real<N>, 1> bias,     // [channels], or empty
+                   View<const N, 3> initial_state,  // [batch, channels, states], or empty
+                   Rows<3> y,                       // [batch, channels, seq]
+                   View<N, 3> last_state,           // [batch, channels, states]
+                   View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK
+                   bool with_softplus, Plan plan) {
+  using T = Real<N>;
+  constexpr int TILE = STEPS<N>;
+  DYNAMIC_SHARED(unsigned char, shared);
+  Vector<T, 2>* const step_of = reinterpret_cast<Vector<T, 2>*>(shared + plan.steps);  // dt and u: [step][channel]
+  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);  // [step][state], or [channel][state]
+  N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [step][thread]
+
+  const int64_t channels = u.size[1], seq = u.size[2];
+  const int states = int(A.size[1]), threads = blockDim.x;
+  const int64_t pieces = ceil_div(plan.share, plan.channels), shares = channels / plan.share;
+  const int64_t piece = blockIdx.x % pieces, share = blockIdx.x / pieces % shares, batch = blockIdx.x / pieces / shares;
+  const int64_t channel0 = share * plan.share + piece * plan.channels;
+  const int rows = int(min(plan.share - piece * plan.channels, int64_t(plan.channels)));
+  const int c = threadIdx.x % plan.channels, part = threadIdx.x / plan.channels, state0 = part * S;
+  const int64_t channel = channel0 + c;
+  const bool present = c < rows;
+  const int pitch_bc = plan.padded + 16 / int(sizeof(N)), pitch_sums = threads + 1;
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;  // for all time
+
+  // What holds for all time is there from the beginning, a row for each channel.
+  const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+    const unsigned char* from = x.data + batch * x.stride[0] + channel / (channels / x.size[1]) * x.stride[1];
+    with_type<N>(x.dtype, [&]<typename From>() {
+      for (int j = part; j < plan.padded; j += plan.lanes) {
+        const From* word = reinterpret_cast<const From*>(from + j * x.stride[2]);
+        tile[c * pitch_bc + j] = present && j < states ? N(*word) * factor : N(0);
+      }
+    });
+  };
+  // A tile of time: what is used first, and the gates, which are used when it has been walked.
+  const auto fetch_inputs = [&](int64_t t0) {
+    const int steps = int(min(seq - t0, int64_t(TILE)));
+    for (const auto* x : {&u, &delta}) {
+      fetch<TILE>(shared + (x == &u ? plan.u : plan.delta), *x,
+                  x->data + batch * x->stride[0] + channel0 * x->stride[1] + t0 * x->stride[2], plan.channels, rows,
+                  steps);
+    }
+    const auto of_states = [&](const Rows<4>& x, int to) {
+      const int64_t group = channel0 / (channels / x.size[1]);
+      fetch<TILE>(shared + to, x, x.data + batch * x.stride[0] + group * x.stride[1] + t0 * x.stride[3], plan.padded,
+                  states, steps);
+    };
+    if (!holds_b) of_states(B, plan.B);
+    if (!holds_c) of_states(C, plan.C);
+  };
+  const auto fetch_gates = [&](int64_t t0) {
+    if (z.size[0] == 0) return;
+    fetch<TILE>(shared + plan.z, z, z.data + batch * z.stride[0] + channel0 * z.stride[1] + t0 * z.stride[2],
+                plan.channels, rows, int(min(seq - t0, int64_t(TILE))));
+  };
+
+  // Numbers of the walk out of what was copied, and time turned from along the rows to down the columns.
+  const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
+  const auto prepare_steps = [&] {
+    with_type<T>(u.dtype, [&]<typename From>() {
+      const From* u_row = reinterpret_cast<const From*>(shared + plan.u + c * u.pitch);
+      const From* delta_row = reinterpret_cast<const From*>(shared + plan.delta + c * delta.pitch);
+      for (int k = part * FOUR; k < TILE; k += plan.lanes * FOUR) {
+        T inputs[FOUR], lengths[FOUR];
+        load_row(inputs, u_row + k), load_row(lengths, delta_row + k);
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) {
+          const T length = lengths[i] + bias_of_channel;
+          Vector<T, 2> step;
+          step[0] = with_softplus ? softplus(length) : length, step[1] = inputs[i];
+          store_vector(reinterpret_cast<T*>(&step_of[(k + i) * plan.channels + c]), step);
+        }
+      }
+    });
+  };
+  // Neighbouring threads take neighbouring states, each FOUR steps.
+  const int first_state = threadIdx.x % plan.padded, first_group = threadIdx.x / plan.padded;
+  const int more_states = threads % plan.padded, more_groups = threads / plan.padded;
+  const auto prepare_states = [&](const Rows<4>& x, int from, N* tile, T factor) {
+    with_type<N>(x.dtype, [&]<typename From>() {
+      for (int j = first_state, k = first_group; k < TILE / FOUR; j += more_states, k += more_groups) {
+        if (j >= plan.padded) {
+          j -= plan.padded;
+          if (++k >= TILE / FOUR) break;
+        }
+        N numbers[FOUR];
+        load_row(numbers, reinterpret_cast<const From*>(shared + from + j * x.pitch) + k * FOUR);
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) tile[(k * FOUR + i) * pitch_bc + j] = numbers[i] * factor;
+      }
+    });
+  };
+
+  // y of a tile, in rows again, COUNT steps of 16 bytes at a time, or 1.
+  const auto finish = [&]<typename To, int COUNT>(int64_t t0) {
+    const int steps = int(min(seq - t0, int64_t(TILE)));
+    for (int i = threadIdx.x; i < rows * (TILE / COUNT); i += threads) {
+      const int row = i / (TILE / COUNT), k = i % (TILE / COUNT) * COUNT;
+      if (k >= steps) continue;
+      T results[COUNT], gates[COUNT];
+      UNROLL
+      for (int j = 0; j < COUNT; ++j) {
+        results[j] = 0;
+        for (int n = 0; n < plan.lanes; ++n) results[j] += sums[(k + j) * pitch_sums + n * plan.channels + row];
+      }
+      if (z.size[0]) {
+        const To* of_row = reinterpret_cast<const To*>(shared + plan.z + row * z.pitch) + k;
+        if constexpr (COUNT == 1) gates[0] = T(*of_row);
+        else load_row(gates, of_row);
+        UNROLL
+        for (int j = 0; j < COUNT; ++j) results[j] *= silu(gates[j]);
+      }
+      To* to =
+          reinterpret_cast<To*>(y.data + batch * y.stride[0] + (channel0 + row) * y.stride[1] + (t0 + k) * y.stride[2]);
+      if constexpr (COUNT == 1) {
+        *to = To(results[0]);
+      } else {
+        Vector<To, COUNT> group;
+        UNROLL
+        for (int j = 0; j < COUNT; ++j) group[j] = To(results[j]);
+        store_vector(to, group);
+      }
+    }
+  };
+
+  N h[S], rate[S], before[S];
+  UNROLL
+  for (int j = 0; j < S; ++j) {
+    const bool there = present && state0 + j < states;
+    h[j] = there && initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0);
+    rate[j] = there ? rate_of<M>(A(channel, state0 + j)) : N(0);
+    before[j] = 0;
+  }
+  const auto keep = [&](const auto& store) {
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (present && state0 + j < states) store(state0 + j, h[j]);
+    }
+  };
+  const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
+  if (holds_b) hold(B, tile_b, 1);
+  if (holds_c) hold(C, tile_c, PARTS<N>);
+
+  if (seq > 0) fetch_inputs(0);
+  async_commit();
+  async_wait<0>();
+  __syncthreads();  // the first tile is there
+  for (int64_t t0 = 0; t0 < seq; t0 += TILE) {
+    prepare_steps();
+    if (!holds_b) prepare_states(B, plan.B, tile_b, 1);
+    if (!holds_c) prepare_states(C, plan.C, tile_c, PARTS<N>);
+    __syncthreads();  // all is prepared, nobody needs the copies any more, nor the sums and gates of the tile before
+    if (t0 + TILE < seq) fetch_inputs(t0 + TILE);
+    fetch_gates(t0);
+    async_commit();
+    if (kept.size[0] && t0 % CHUNK == 0) {
+      keep([&](int j, N state) { kept(t0 / CHUNK, batch, channel, j) = state; });
+    }
+
+    const int steps = int(min(seq - t0, int64_t(TILE)));
+    const N *b = tile_b + (holds_b ? c * pitch_bc : 0) + state0, *of_c = tile_c + (holds_c ? c * pitch_bc : 0) + state0;
+    const int b_step = holds_b ? 0 : pitch_bc, c_step = holds_c ? 0 : pitch_bc;
+    const Vector<T, 2>* step = step_of + c;
+    T* sum = sums + threadIdx.x;
+#pragma unroll 4
+    for (int k = 0; k < steps; ++k, step += plan.channels, sum += pitch_sums, b += b_step, of_c += c_step) {
+      const auto own = load_vector<2>(reinterpret_cast<const T*>(step));
+      N b_row[S], c_row[S];
+      load_row(b_row, b), load_row(c_row, of_c);
+      T total = d * own[1];
+      UNROLL
+      for (int j = 0; j < S; ++j) {
+        take_step<M>(h[j], before[j], rate[j], own[0], own[1], b_row[j]);
+        total = add_real_part(total, c_row[j], h[j]);
+      }
+      *sum = total;
+    }
+    async_wait<0>();
+    __syncthreads();  // the sums are there, the next tile and the gates; nobody needs what was prepared any more
+    with_type<T>(y.dtype, [&]<typename To>() {
+      if (y.wide) finish.template operator()<To, 16 / int(sizeof(To))>(t0);
+      else finish.template operator()<To, 1>(t0);
+    });
+  }
+  keep([&](int j, N state) { last_state(batch, channel, j) = state; });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+template <typename N>
+Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>& C, bool gated, int of_a_lane) {
+  using T = Real<N>;
+  Plan plan{};
+  const int64_t channels = u.size[1];
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;
+  plan.share = std::gcd(holds_b ? channels : channels / B.size[1], holds_c ? channels : channels / C.size[1]);
+  plan.lanes = std::max(1, int(ceil_div(states, of_a_lane)));
+  plan.padded = plan.lanes * of_a_lane;
+  const int most = std::max(FEW_THREADS / plan.lanes, std::min(CHANNELS, MOST_THREADS / plan.lanes));
+  plan.channels = int(std::min(int64_t(most), plan.share));
+  const auto take = [&plan](int bytes) {
+    const int at = plan.bytes;
+    plan.bytes += int(ceil_div(bytes, 16)) * 16;
+    return at;
+  };
+  const auto copied = [&](const auto& x, int rows) { return take(rows * Rows(x, STEPS<N>).pitch); };
+  const int row = (plan.padded + 16 / int(sizeof(N))) * int(sizeof(N));
+  plan.u = copied(u, plan.channels), plan.delta = copied(u, plan.channels);
+  plan.z = gated ? copied(u, plan.channels) : 0;
+  plan.B = holds_b ? 0 : copied(B, plan.padded), plan.C = holds_c ? 0 : copied(C, plan.padded);
+  plan.steps = take(STEPS<N> * plan.channels * 2 * int(sizeof(T)));
+  plan.b = take((holds_b ? plan.channels : STEPS<N>)*row), plan.c = take((holds_c ? plan.channels : STEPS<N>)*row);
+  plan.sums = take(STEPS<N> * (plan.channels * plan.lanes + 1) * int(sizeof(T)));
+  return plan;
+}
+
+template <typename Body>
+void with_method(int method, Body&& body) {
+  switch (Method(method)) {
+    case Method::mamba: return body.template operator()<Method::mamba>();
+    case Method::zoh: return body.template operator()<Method::zoh>();
+    case Method::foh: return body.template operator()<Method::foh>();
+    case Method::bilinear: return body.template operator()<Method::bilinear>();
+    case Method::highorder: return body.template operator()<Method::highorder>();
+    case Method::poly: return body.template operator()<Method::poly>();
+    case Method::rk4: return body.template operator()<Method::rk4>();
+    case Method::dirac: return body.template operator()<Method::dirac>();
+    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+  }
+  throw std::invalid_argument("method " + std::to_string(method) + " is none of those that there are");
+}
+
+// What is computed with: the type of A, of which there are as many as of the states.
+template <typename Body>
+void with_numbers(DType dtype, Body&& body) {
+  if (dtype == DType::float32) return body.template operator()<float>();
+#if !defined(FLOAT_ONLY)
+  if (dtype == DType::float64) return body.template operator()<double>();
+  if (dtype == DType::complex64) return body.template operator()<Complex<float>>();
+  if (dtype == DType::complex128) return body.template operator()<Complex<double>>();
+#endif
+  throw std::invalid_argument(std::string("this kernel does not compute with ") + name_of(dtype));
+}
+
+void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C, Input<1> D, Input<3> z,
+                    Input<1> delta_bias, Input<3> initial_state, Output<3> y, Output<3> last_state, Output<4> states,
+                    bool delta_softplus, int method, int states_of_a_lane, Stream stream) {
+  if (u.size[0] == 0 || u.size[1] == 0) return;
+  with_numbers(A.dtype, [&]<typename N>() {
+    using T = Real<N>;
+    with_method(method, [&]<Method M>() {
+      const auto run = [&]<int S>() {
+        const Plan plan = make_plan<N>(u, int(A.size[1]), B, C, z.size[0] > 0, S);
+        const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
+        launch<selective_scan<N, M, S>>({u.size[0] * (u.size[1] / plan.share) * ceil_div(plan.share, plan.channels)},
+                                        dim3(unsigned(plan.channels * plan.lanes)), size_t(plan.bytes), stream, rows(u),
+                                        rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
+                                        delta_bias.as<T>(), initial_state.as<N>(), rows(y), last_state.as<N>(),
+                                        states.as<N>(), delta_softplus, plan);
+      };
+      if constexpr (std::is_same_v<N, float>) {
+        if (states_of_a_lane == 8) return run.template operator()<8>();
+      }
+      run.template operator()<4>();
+    });
+  });
+}
