@@ -139,37 +139,50 @@ __device__ __forceinline__ T square_of(Complex<T> z) {
   return z.re * z.re + z.im * z.im;
 }
 
+// log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
+__device__ __forceinline__ float log_of_one_plus(float e) {
+  float sum = 1.0f / 7;
+  UNROLL
+  for (int k = 6; k > 0; --k) sum = 1.0f / k - e * sum;
+#if defined(__CUDACC__)
+  const float whole = __logf(1 + e);
+#else
+  const float whole = std::log(1 + e);
+#endif
+  return e < 0.125f ? e * sum : whole;
+}
+__device__ __forceinline__ double log_of_one_plus(double e) { return std::log1p(e); }
+
 template <typename T>
 __device__ __forceinline__ T softplus(T x) {
-  return (x > 0 ? x : T(0)) + std::log1p(std::exp(x > 0 ? -x : x));
+  return (x > 0 ? x : T(0)) + log_of_one_plus(exponential(x > 0 ? -x : x));
 }
 template <typename T>
 __device__ __forceinline__ T silu(T x) {
-  return x / (T(1) + std::exp(-x));
+  return x * inverse(T(1) + exponential(-x));
 }
 
 // ---- methods --------------------------------------------------------------------------------------------------------
-constexpr double FACTORIAL[] = {1, 1, 2, 6, 24, 120, 720, 5040, 40320, 362880, 3628800, 39916800, 479001600};
+// 1 / k!
+__host__ __device__ constexpr double taylor(int k) { return k < 2 ? 1 : taylor(k - 1) / k; }
 
-// phi_K(z) by its series, for abs(z) < 1/2: 1/K! + z/(K + 1)! + ..
+// phi_K(z) by its series, for abs(z) < 1/2: 1 / K! + z / (K + 1)! + ..
 template <int K, typename N>
 __device__ __forceinline__ N phi_near_zero(N z) {
   using T = Real<N>;
-  constexpr int LAST = sizeof(T) == 4 ? 7 : 15;
-  N sum = T(1.0 / 20922789888000.0 / (K == 1 ? 1 : 17));  // 16!
-  if constexpr (sizeof(T) == 4) sum = T(1 / FACTORIAL[LAST + K]);
+  constexpr int DEGREE = sizeof(T) == 4 ? 7 : 13;
+  N sum = T(taylor(DEGREE + K));
   UNROLL
-  for (int k = LAST - 1; k >= 0; --k) {
-    double factor = 1;
-    for (int i = 2; i <= k + K; ++i) factor *= i;
-    sum = multiply_add(sum, z, N(T(1 / factor)));
-  }
+  for (int k = DEGREE - 1; k >= 0; --k) sum = multiply_add(sum, z, N(T(taylor(k + K))));
   return sum;
 }
 
-// What a step of a state needs of A and dt.
 template <Method M>
-constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;
+constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // all that a step needs of dt A
+template <typename N, Method M>
+constexpr int AHEAD = !std::is_same_v<N, float> ? 1
+                      : EXPONENT_ALONE<M>       ? 4
+                                                : 2;  // steps that are under way at a time
 
 // A as the steps of a method want it: multiplied once by what its exponential would be multiplied by each time.
 template <Method M, typename T>
@@ -252,13 +265,14 @@ struct Rows {
   }
 };
 
-// Starts the copies of `steps` steps of `rows` rows into a tile of HEIGHT rows; zeros stand where there are no more.
+// Starts the copies of `steps` steps of `rows` rows into a tile of `height` rows; zeros stand where there are no more.
 template <int STEPS, int D>
 __device__ __forceinline__ void fetch(unsigned char* tile, const Rows<D>& x, const unsigned char* from, int height,
                                       int rows, int steps) {
   const int threads = blockDim.x;
   const int64_t stride_r = x.stride[D - 2], stride_t = x.stride[D - 1];
   if (x.wide) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < height << x.groups; i += threads) {
       const int row = i >> x.groups, at = (i & ((1 << x.groups) - 1)) * 16;
       async_copy<16>(tile + row * x.pitch + at, from + row * stride_r + at, row < rows && at < steps * x.bytes);
@@ -266,8 +280,9 @@ __device__ __forceinline__ void fetch(unsigned char* tile, const Rows<D>& x, con
     return;
   }
   const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
-  for (int i = threadIdx.x; i < height * STEPS; i += threads) {
-    const int row = down ? i % height : i / STEPS, t = down ? i / height : i % STEPS;
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += threads) {
+    const int row = down ? i % unsigned(height) : i / STEPS, t = down ? i / unsigned(height) : i % STEPS;
     unsigned char* to = tile + row * x.pitch + t * x.bytes;
     const unsigned char* word = from + row * stride_r + t * stride_t;
     const bool inside = row < rows && t < steps;
@@ -307,6 +322,24 @@ __device__ __forceinline__ void load_row(Complex<T> (&values)[COUNT], const Comp
   for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);
 }
 
+template <int COUNT, typename To, typename T>
+__device__ __forceinline__ void store_row(To* to, const T (&values)[COUNT]) {
+  constexpr int WIDE = COUNT * int(sizeof(To)) < 16 ? COUNT : 16 / int(sizeof(To));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    Vector<To, WIDE> group;
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) group[i] = To(values[k + i]);
+    store_vector(to + k, group);
+  }
+}
+
+// FOUR of a tensor's numbers that were copied.
+template <typename N>
+__device__ __forceinline__ void load_four(N (&numbers)[FOUR], const unsigned char* row, int k, DType dtype) {
+  with_type<N>(dtype, [&]<typename From>() { load_row(numbers, reinterpret_cast<const From*>(row) + k); });
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // How the work is cut, and where a block's shared memory has what, in bytes.
 struct Plan {
@@ -341,116 +374,112 @@ __global__ void __launch_bounds__(MOST_THREADS)
   N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
   T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [step][thread]
 
-  const int64_t channels = u.size[1], seq = u.size[2];
+  const unsigned channels = unsigned(u.size[1]), pieces = unsigned(ceil_div(plan.share, plan.channels));
+  const unsigned shares = channels / unsigned(plan.share), piece = blockIdx.x % pieces, share = blockIdx.x / pieces;
+  const int64_t seq = u.size[2], batch = share / shares, first = int64_t(piece) * plan.channels;
+  const int64_t channel0 = share % shares * plan.share + first;
+  const int rows = int(min(plan.share - first, int64_t(plan.channels)));
   const int states = int(A.size[1]), threads = blockDim.x;
-  const int64_t pieces = ceil_div(plan.share, plan.channels), shares = channels / plan.share;
-  const int64_t piece = blockIdx.x % pieces, share = blockIdx.x / pieces % shares, batch = blockIdx.x / pieces / shares;
-  const int64_t channel0 = share * plan.share + piece * plan.channels;
-  const int rows = int(min(plan.share - piece * plan.channels, int64_t(plan.channels)));
-  const int c = threadIdx.x % plan.channels, part = threadIdx.x / plan.channels, state0 = part * S;
+  const int c = threadIdx.x % unsigned(plan.channels), part = threadIdx.x / unsigned(plan.channels), state0 = part * S;
   const int64_t channel = channel0 + c;
   const bool present = c < rows;
   const int pitch_bc = plan.padded + 16 / int(sizeof(N)), pitch_sums = threads + 1;
   const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;  // for all time
 
+  // Where the block's rows begin.
+  const auto of_channels = [&](const Rows<3>& x) { return x.data + batch * x.stride[0] + channel0 * x.stride[1]; };
+  const auto of_states = [&](const Rows<4>& x, int64_t of_channel) {
+    const unsigned in_group = channels / unsigned(x.size[1]);
+    return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
+  };
+  const unsigned char *const from_b = of_states(B, channel0), *const from_c = of_states(C, channel0);
+
   // What holds for all time is there from the beginning, a row for each channel.
   const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
-    const unsigned char* from = x.data + batch * x.stride[0] + channel / (channels / x.size[1]) * x.stride[1];
-    with_type<N>(x.dtype, [&]<typename From>() {
-      for (int j = part; j < plan.padded; j += plan.lanes) {
-        const From* word = reinterpret_cast<const From*>(from + j * x.stride[2]);
-        tile[c * pitch_bc + j] = present && j < states ? N(*word) * factor : N(0);
+    const unsigned char* from = of_states(x, channel);
+#pragma unroll 1
+    for (int j = part; j < plan.padded; j += plan.lanes) {
+      N number = 0;
+      if (present && j < states) {
+        with_type<N>(x.dtype,
+                     [&]<typename From>() { number = N(*reinterpret_cast<const From*>(from + j * x.stride[2])); });
       }
-    });
-  };
-  // A tile of time: what is used first, and the gates, which are used when it has been walked.
-  const auto fetch_inputs = [&](int64_t t0) {
-    const int steps = int(min(seq - t0, int64_t(TILE)));
-    for (const auto* x : {&u, &delta}) {
-      fetch<TILE>(shared + (x == &u ? plan.u : plan.delta), *x,
-                  x->data + batch * x->stride[0] + channel0 * x->stride[1] + t0 * x->stride[2], plan.channels, rows,
-                  steps);
+      tile[c * pitch_bc + j] = number * factor;
     }
-    const auto of_states = [&](const Rows<4>& x, int to) {
-      const int64_t group = channel0 / (channels / x.size[1]);
-      fetch<TILE>(shared + to, x, x.data + batch * x.stride[0] + group * x.stride[1] + t0 * x.stride[3], plan.padded,
-                  states, steps);
-    };
-    if (!holds_b) of_states(B, plan.B);
-    if (!holds_c) of_states(C, plan.C);
   };
-  const auto fetch_gates = [&](int64_t t0) {
-    if (z.size[0] == 0) return;
-    fetch<TILE>(shared + plan.z, z, z.data + batch * z.stride[0] + channel0 * z.stride[1] + t0 * z.stride[2],
-                plan.channels, rows, int(min(seq - t0, int64_t(TILE))));
+  // A tile of time: what is walked with, and the gates, which are needed when it has been walked.
+  const auto fetch_inputs = [&](int64_t t0, int steps) {
+    fetch<TILE>(shared + plan.u, u, of_channels(u) + t0 * u.stride[2], plan.channels, rows, steps);
+    fetch<TILE>(shared + plan.delta, delta, of_channels(delta) + t0 * delta.stride[2], plan.channels, rows, steps);
+    if (!holds_b) fetch<TILE>(shared + plan.B, B, from_b + t0 * B.stride[3], plan.padded, states, steps);
+    if (!holds_c) fetch<TILE>(shared + plan.C, C, from_c + t0 * C.stride[3], plan.padded, states, steps);
+  };
+  const auto fetch_gates = [&](int64_t t0, int steps) {
+    if (z.size[0]) fetch<TILE>(shared + plan.z, z, of_channels(z) + t0 * z.stride[2], plan.channels, rows, steps);
   };
 
-  // Numbers of the walk out of what was copied, and time turned from along the rows to down the columns.
+  // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
   const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
   const auto prepare_steps = [&] {
-    with_type<T>(u.dtype, [&]<typename From>() {
-      const From* u_row = reinterpret_cast<const From*>(shared + plan.u + c * u.pitch);
-      const From* delta_row = reinterpret_cast<const From*>(shared + plan.delta + c * delta.pitch);
-      for (int k = part * FOUR; k < TILE; k += plan.lanes * FOUR) {
-        T inputs[FOUR], lengths[FOUR];
-        load_row(inputs, u_row + k), load_row(lengths, delta_row + k);
-        UNROLL
-        for (int i = 0; i < FOUR; ++i) {
-          const T length = lengths[i] + bias_of_channel;
-          Vector<T, 2> step;
-          step[0] = with_softplus ? softplus(length) : length, step[1] = inputs[i];
-          store_vector(reinterpret_cast<T*>(&step_of[(k + i) * plan.channels + c]), step);
-        }
+#pragma unroll 1
+    for (int k = part * FOUR; k < TILE; k += plan.lanes * FOUR) {
+      T inputs[FOUR], lengths[FOUR];
+      load_four(inputs, shared + plan.u + c * u.pitch, k, u.dtype);
+      load_four(lengths, shared + plan.delta + c * delta.pitch, k, delta.dtype);
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) {
+        const T length = lengths[i] + bias_of_channel;
+        Vector<T, 2> step;
+        step[0] = with_softplus ? softplus(length) : length, step[1] = inputs[i];
+        step_of[(k + i) * plan.channels + c] = step;
       }
-    });
+    }
   };
   // Neighbouring threads take neighbouring states, each FOUR steps.
-  const int first_state = threadIdx.x % plan.padded, first_group = threadIdx.x / plan.padded;
-  const int more_states = threads % plan.padded, more_groups = threads / plan.padded;
-  const auto prepare_states = [&](const Rows<4>& x, int from, N* tile, T factor) {
-    with_type<N>(x.dtype, [&]<typename From>() {
-      for (int j = first_state, k = first_group; k < TILE / FOUR; j += more_states, k += more_groups) {
-        if (j >= plan.padded) {
-          j -= plan.padded;
-          if (++k >= TILE / FOUR) break;
-        }
-        N numbers[FOUR];
-        load_row(numbers, reinterpret_cast<const From*>(shared + from + j * x.pitch) + k * FOUR);
-        UNROLL
-        for (int i = 0; i < FOUR; ++i) tile[(k * FOUR + i) * pitch_bc + j] = numbers[i] * factor;
-      }
-    });
-  };
-
-  // y of a tile, in rows again, COUNT steps of 16 bytes at a time, or 1.
-  const auto finish = [&]<typename To, int COUNT>(int64_t t0) {
-    const int steps = int(min(seq - t0, int64_t(TILE)));
-    for (int i = threadIdx.x; i < rows * (TILE / COUNT); i += threads) {
-      const int row = i / (TILE / COUNT), k = i % (TILE / COUNT) * COUNT;
-      if (k >= steps) continue;
-      T results[COUNT], gates[COUNT];
+  const unsigned padded = plan.padded;
+  const int first_state = threadIdx.x % padded, first_four = threadIdx.x / padded;
+  const int more_states = threads % padded, more_fours = threads / padded;
+  const auto prepare_states = [&](const Rows<4>& x, const unsigned char* from, N* tile, T factor) {
+    int j = first_state, k = first_four;
+#pragma unroll 1
+    while (k < TILE / FOUR) {
+      N numbers[FOUR];
+      load_four(numbers, from + j * x.pitch, k * FOUR, x.dtype);
       UNROLL
-      for (int j = 0; j < COUNT; ++j) {
-        results[j] = 0;
-        for (int n = 0; n < plan.lanes; ++n) results[j] += sums[(k + j) * pitch_sums + n * plan.channels + row];
+      for (int i = 0; i < FOUR; ++i) tile[(k * FOUR + i) * pitch_bc + j] = numbers[i] * factor;
+      j += more_states, k += more_fours;
+      if (j >= plan.padded) j -= plan.padded, ++k;
+    }
+  };
+  // y, in rows again: FOUR steps of a channel at a time.
+  const auto finish = [&](int64_t t0, int steps) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (TILE / FOUR); i += threads) {
+      const int row = i / (TILE / FOUR), k = i % (TILE / FOUR) * FOUR;
+      if (k >= steps) continue;
+      T results[FOUR] = {};
+#pragma unroll 2
+      for (int n = 0; n < plan.lanes; ++n) {
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) results[m] += sums[(k + m) * pitch_sums + n * plan.channels + row];
       }
       if (z.size[0]) {
-        const To* of_row = reinterpret_cast<const To*>(shared + plan.z + row * z.pitch) + k;
-        if constexpr (COUNT == 1) gates[0] = T(*of_row);
-        else load_row(gates, of_row);
+        T gates[FOUR];
+        load_four(gates, shared + plan.z + row * z.pitch, k, z.dtype);
         UNROLL
-        for (int j = 0; j < COUNT; ++j) results[j] *= silu(gates[j]);
+        for (int m = 0; m < FOUR; ++m) results[m] *= silu(gates[m]);
       }
-      To* to =
-          reinterpret_cast<To*>(y.data + batch * y.stride[0] + (channel0 + row) * y.stride[1] + (t0 + k) * y.stride[2]);
-      if constexpr (COUNT == 1) {
-        *to = To(results[0]);
-      } else {
-        Vector<To, COUNT> group;
-        UNROLL
-        for (int j = 0; j < COUNT; ++j) group[j] = To(results[j]);
-        store_vector(to, group);
-      }
+      unsigned char* to = of_channels(y) + row * y.stride[1] + (t0 + k) * y.stride[2];
+      with_type<T>(y.dtype, [&]<typename To>() {
+        if (y.wide) {
+          store_row(reinterpret_cast<To*>(to), results);
+        } else {
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) {
+            if (k + m < steps) *reinterpret_cast<To*>(to + m * y.stride[2]) = To(results[m]);
+          }
+        }
+      });
     }
   };
 
@@ -462,40 +491,36 @@ __global__ void __launch_bounds__(MOST_THREADS)
     rate[j] = there ? rate_of<M>(A(channel, state0 + j)) : N(0);
     before[j] = 0;
   }
-  const auto keep = [&](const auto& store) {
+  const auto keep = [&](N* to) {  // to: the channel's states in memory
     UNROLL
     for (int j = 0; j < S; ++j) {
-      if (present && state0 + j < states) store(state0 + j, h[j]);
+      if (present && state0 + j < states) to[state0 + j] = h[j];
     }
   };
   const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
   if (holds_b) hold(B, tile_b, 1);
   if (holds_c) hold(C, tile_c, PARTS<N>);
 
-  if (seq > 0) fetch_inputs(0);
-  async_commit();
-  async_wait<0>();
-  __syncthreads();  // the first tile is there
-  for (int64_t t0 = 0; t0 < seq; t0 += TILE) {
-    prepare_steps();
-    if (!holds_b) prepare_states(B, plan.B, tile_b, 1);
-    if (!holds_c) prepare_states(C, plan.C, tile_c, PARTS<N>);
-    __syncthreads();  // all is prepared, nobody needs the copies any more, nor the sums and gates of the tile before
-    if (t0 + TILE < seq) fetch_inputs(t0 + TILE);
-    fetch_gates(t0);
-    async_commit();
-    if (kept.size[0] && t0 % CHUNK == 0) {
-      keep([&](int j, N state) { kept(t0 / CHUNK, batch, channel, j) = state; });
+  for (int64_t t0 = -TILE; t0 < seq; t0 += TILE) {  // at first there is nothing but a tile to come
+    const int steps = t0 < 0 ? 0 : int(min(seq - t0, int64_t(TILE))), coming = int(min(seq - t0 - TILE, int64_t(TILE)));
+    if (steps > 0) {
+      prepare_steps();
+      if (!holds_b) prepare_states(B, shared + plan.B, tile_b, 1);
+      if (!holds_c) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
     }
+    __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
+    if (coming > 0) fetch_inputs(t0 + TILE, coming);
+    if (steps > 0) fetch_gates(t0, steps);
+    async_commit();
+    if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));
 
-    const int steps = int(min(seq - t0, int64_t(TILE)));
     const N *b = tile_b + (holds_b ? c * pitch_bc : 0) + state0, *of_c = tile_c + (holds_c ? c * pitch_bc : 0) + state0;
     const int b_step = holds_b ? 0 : pitch_bc, c_step = holds_c ? 0 : pitch_bc;
     const Vector<T, 2>* step = step_of + c;
     T* sum = sums + threadIdx.x;
-#pragma unroll 4
+#pragma unroll AHEAD < N, M>
     for (int k = 0; k < steps; ++k, step += plan.channels, sum += pitch_sums, b += b_step, of_c += c_step) {
-      const auto own = load_vector<2>(reinterpret_cast<const T*>(step));
+      const Vector<T, 2> own = *step;
       N b_row[S], c_row[S];
       load_row(b_row, b), load_row(c_row, of_c);
       T total = d * own[1];
@@ -508,12 +533,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
     async_wait<0>();
     __syncthreads();  // the sums are there, the next tile and the gates; nobody needs what was prepared any more
-    with_type<T>(y.dtype, [&]<typename To>() {
-      if (y.wide) finish.template operator()<To, 16 / int(sizeof(To))>(t0);
-      else finish.template operator()<To, 1>(t0);
-    });
+    finish(t0, steps);
   }
-  keep([&](int j, N state) { last_state(batch, channel, j) = state; });
+  keep(&last_state(batch, channel, 0));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

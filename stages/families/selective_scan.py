@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stages.families import (
-    COMPLEX,
     FLOATING,
     Choice,
     Work,
@@ -110,7 +109,18 @@ def define(
     """
 
     def run(
-        u, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, delta_softplus=False, method=0, save=True
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=None,
+        z=None,
+        delta_bias=None,
+        initial_state=None,
+        delta_softplus=False,
+        method=0,
+        save=True,
     ) -> tuple[Tensor, ...]:
         results = fake(u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus, method, save)
         given = (u, delta, A, in_groups(B, u), in_groups(C, u), *present(u, A, D, z, delta_bias, initial_state))
@@ -119,7 +129,18 @@ def define(
         return results
 
     def fake(
-        u, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, delta_softplus=False, method=0, save=True
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=None,
+        z=None,
+        delta_bias=None,
+        initial_state=None,
+        delta_softplus=False,
+        method=0,
+        save=True,
     ) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *A.shape)
         chunks = -(-u.shape[2] // CHUNK) if save else 0
@@ -288,7 +309,8 @@ def check(
         raise TypeError(f"{CALL}: discretization_method must be a str, got {type(discretization_method).__name__}")
     if discretization_method not in METHODS:
         raise ValueError(
-            f"{CALL}: discretization_method is {discretization_method!r}; allowed: {listing([repr(m) for m in METHODS])}"
+            f"{CALL}: discretization_method is {discretization_method!r}; allowed: "
+            f"{listing([repr(m) for m in METHODS])}"
         )
     batch, channels, seq = u.shape
     for name, value in (("delta", delta), ("z", z)):
@@ -307,7 +329,8 @@ def check(
         what = {2: "(d, n)", 3: f"(B, n, {letters})", 4: f"(B, g, n, {letters})"}[value.dim()]
         if value.shape != allowed:
             raise ValueError(
-                f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {what}, here {allowed}"
+                f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {what}, "
+                f"here {allowed}"
             )
         if groups == 0 and channels or groups and channels % groups:
             raise ValueError(
