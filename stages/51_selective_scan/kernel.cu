@@ -25,8 +25,10 @@
 #include "common/async_copy.h"
 #include "common/complex.h"
 #include "common/device.h"
+#include "common/discretize.h"
 #include "common/launch.h"
 #include "common/numeric.h"
+#include "common/phi.h"
 #include "common/vector.h"
 #include "common/view.h"
 
@@ -37,50 +39,41 @@ constexpr int FOUR = 4;                              // steps that a thread prep
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
 
-enum class Method { mamba, zoh, foh, bilinear, highorder, poly, rk4, dirac, backward_euler };
+template <Method M>
+constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
+template <Method M>
+constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
+template <typename N, Method M>
+constexpr int AHEAD = !std::is_same_v<N, float> ? 1
+                      : EXPONENT_ALONE<M>       ? 4
+                                                : 2;  // steps that are under way at a time
+template <typename N>
+constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
 
-// ---- numbers, real and complex --------------------------------------------------------------------------------------
-template <typename N>
-struct RealOf {
-  using Type = N;
-  static constexpr int PARTS = 1;
-};
-template <typename R>
-struct RealOf<Complex<R>> {
-  using Type = R;
-  static constexpr int PARTS = 2;
-};
-template <typename N>
-using Real = typename RealOf<N>::Type;
-template <typename N>
-constexpr int PARTS = RealOf<N>::PARTS;
-
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
 template <typename T>
 __device__ __forceinline__ T multiply_add(T x, T y, T z) {
   return x * y + z;
-}
-template <typename T>
-__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, T y, Complex<T> z) {
-  return {x.re * y + z.re, x.im * y + z.im};
 }
 template <typename T>
 __device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, Complex<T> y, Complex<T> z) {
   return {z.re + x.re * y.re - x.im * y.im, z.im + x.re * y.im + x.im * y.re};
 }
 
-// What y takes of a state.
+// What y takes of a state: c h, of complex numbers the real part.
 template <typename T>
-__device__ __forceinline__ T add_real_part(T sum, T c, T h) {
+__device__ __forceinline__ T add_seen(T sum, T c, T h) {
   return sum + c * h;
 }
 template <typename T>
-__device__ __forceinline__ T add_real_part(T sum, Complex<T> c, Complex<T> h) {
+__device__ __forceinline__ T add_seen(T sum, Complex<T> c, Complex<T> h) {
   return sum + c.re * h.re - c.im * h.im;
 }
 
-// e^x for x that was multiplied by PER_E: of floats as a power of 2, the GPU's own, right to 2^-22.
+// e^x for an x that was multiplied by PER_E. A float's is a power of 2, one instruction of a GPU, right to 2^-22.
 template <typename T>
 constexpr T PER_E = sizeof(T) == 4 ? T(1.44269504088896340736) : T(1);
+__device__ __forceinline__ double power(double x) { return std::exp(x); }
 __device__ __forceinline__ float power(float x) {
 #if defined(__CUDACC__)
   float result;
@@ -90,56 +83,44 @@ __device__ __forceinline__ float power(float x) {
   return std::exp2(x);
 #endif
 }
-__device__ __forceinline__ double power(double x) { return std::exp(x); }
 
-// e^(2 pi i x) for x in turns; a float loses whole turns first, as the GPU's own sine is right near 0.
+// cos + i sin of an angle that was multiplied by PER_RADIAN. A float's is in turns: without the whole ones the GPU's own
+// sine is right to 2^-21.
 template <typename T>
 constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
-__device__ __forceinline__ Complex<float> unit(float turns) {
-  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole numbers last
-  const float left = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+__device__ __forceinline__ Complex<double> direction(double angle) { return {std::cos(angle), std::sin(angle)}; }
+__device__ __forceinline__ Complex<float> direction(float turns) {
+  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
+  const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
   float sine, cosine;
 #if defined(__CUDACC__)
-  __sincosf(left, &sine, &cosine);
+  __sincosf(angle, &sine, &cosine);
 #else
-  sine = std::sin(left), cosine = std::cos(left);
+  sine = std::sin(angle), cosine = std::cos(angle);
 #endif
   return {cosine, sine};
 }
-__device__ __forceinline__ Complex<double> unit(double radians) { return {std::cos(radians), std::sin(radians)}; }
 
+// A so that e^(dt A) needs no multiplication but the one by dt, and e^(dt A) of that.
 template <typename T>
-__device__ __forceinline__ T exponential(T x) {
-  return power(x * PER_E<T>);
+__device__ __forceinline__ T scaled(T a) {
+  return a * PER_E<T>;
 }
 template <typename T>
-__device__ __forceinline__ Complex<T> exponential(Complex<T> z) {
-  return unit(z.im * PER_RADIAN<T>) * power(z.re * PER_E<T>);
-}
-
-// 1 / x, of floats right to the last bit but one.
-__device__ __forceinline__ float inverse(float x) {
-#if defined(__CUDACC__)
-  return __fdividef(1.0f, x);
-#else
-  return 1 / x;
-#endif
-}
-__device__ __forceinline__ double inverse(double x) { return 1 / x; }
-template <typename T>
-__device__ __forceinline__ Complex<T> inverse(Complex<T> z) {
-  return conj(z) * inverse(z.re * z.re + z.im * z.im);
+__device__ __forceinline__ Complex<T> scaled(Complex<T> a) {
+  return {a.re * PER_E<T>, a.im * PER_RADIAN<T>};
 }
 template <typename T>
-__device__ __forceinline__ T square_of(T z) {
-  return z * z;
+__device__ __forceinline__ T decay(T a_scaled, T dt) {
+  return power(a_scaled * dt);
 }
 template <typename T>
-__device__ __forceinline__ T square_of(Complex<T> z) {
-  return z.re * z.re + z.im * z.im;
+__device__ __forceinline__ Complex<T> decay(Complex<T> a_scaled, T dt) {
+  return direction(a_scaled.im * dt) * power(a_scaled.re * dt);
 }
 
 // log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
+__device__ __forceinline__ double log_of_one_plus(double e) { return std::log1p(e); }
 __device__ __forceinline__ float log_of_one_plus(float e) {
   float sum = 1.0f / 7;
   UNROLL
@@ -151,95 +132,40 @@ __device__ __forceinline__ float log_of_one_plus(float e) {
 #endif
   return e < 0.125f ? e * sum : whole;
 }
-__device__ __forceinline__ double log_of_one_plus(double e) { return std::log1p(e); }
-
 template <typename T>
 __device__ __forceinline__ T softplus(T x) {
-  return (x > 0 ? x : T(0)) + log_of_one_plus(exponential(x > 0 ? -x : x));
+  return (x > 0 ? x : T(0)) + log_of_one_plus(power((x > 0 ? -x : x) * PER_E<T>));
 }
 template <typename T>
 __device__ __forceinline__ T silu(T x) {
-  return x * inverse(T(1) + exponential(-x));
+  return x * reciprocal(T(1) + power(-x * PER_E<T>));
 }
 
-// ---- methods --------------------------------------------------------------------------------------------------------
-// 1 / k!
-__host__ __device__ constexpr double taylor(int k) { return k < 2 ? 1 : taylor(k - 1) / k; }
-
-// phi_K(z) by its series, for abs(z) < 1/2: 1 / K! + z / (K + 1)! + ..
-template <int K, typename N>
-__device__ __forceinline__ N phi_near_zero(N z) {
-  using T = Real<N>;
-  constexpr int DEGREE = sizeof(T) == 4 ? 7 : 13;
-  N sum = T(taylor(DEGREE + K));
-  UNROLL
-  for (int k = DEGREE - 1; k >= 0; --k) sum = multiply_add(sum, z, N(T(taylor(k + K))));
-  return sum;
-}
-
-template <Method M>
-constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // all that a step needs of dt A
+// ---- a state --------------------------------------------------------------------------------------------------------
 template <typename N, Method M>
-constexpr int AHEAD = !std::is_same_v<N, float> ? 1
-                      : EXPONENT_ALONE<M>       ? 4
-                                                : 2;  // steps that are under way at a time
+struct State {
+  N h = 0, a = 0, over_a = 0, before = 0;  // a is `scaled` if its exponential is all; 1 / a; B u of the step before
 
-// A as the steps of a method want it: multiplied once by what its exponential would be multiplied by each time.
-template <Method M, typename T>
-__device__ __forceinline__ T rate_of(T a) {
-  return EXPONENT_ALONE<M> ? a * PER_E<T> : a;
-}
-template <Method M, typename T>
-__device__ __forceinline__ Complex<T> rate_of(Complex<T> a) {
-  return EXPONENT_ALONE<M> ? Complex<T>(a.re * PER_E<T>, a.im * PER_RADIAN<T>) : a;
-}
-template <typename T>
-__device__ __forceinline__ T decay(T rate, T dt) {
-  return power(rate * dt);
-}
-template <typename T>
-__device__ __forceinline__ Complex<T> decay(Complex<T> rate, T dt) {
-  return unit(rate.im * dt) * power(rate.re * dt);
-}
+  __device__ __forceinline__ void set(N start, N rate) {
+    h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
+    if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
+  }
 
-// One step of a state: h = A_bar h + gain b u, and what `foh` keeps for the next one.
-template <Method M, typename N, typename T = Real<N>>
-__device__ __forceinline__ void take_step(N& h, N& before, N rate, T dt, T u, N b) {
-  const T input = dt * u;  // the same for all states
-  if constexpr (EXPONENT_ALONE<M>) {
-    h = multiply_add(decay(rate, dt), h, b * (M == Method::mamba ? input : u));
-  } else if constexpr (M == Method::bilinear) {
-    const N half = rate * (T(0.5) * dt), left = inverse(N(1) - half);
-    h = left * multiply_add(N(1) + half, h, b * input);
-  } else if constexpr (M == Method::backward_euler) {
-    h = inverse(N(1) - rate * dt) * multiply_add(b, input, h);
-  } else if constexpr (M == Method::highorder || M == Method::poly || M == Method::rk4) {
-    const N z = rate * dt;
-    N gain = M == Method::highorder ? T(1.0 / 2) : M == Method::poly ? T(1.0 / 6) : T(1.0 / 24);
-    if constexpr (M == Method::rk4) gain = multiply_add(gain, z, N(T(1.0 / 6)));
-    if constexpr (M != Method::highorder) gain = multiply_add(gain, z, N(T(1.0 / 2)));
-    gain = multiply_add(gain, z, N(1));
-    h = multiply_add(exponential(z), h, gain * (b * input));
-  } else {
-    const N z = rate * dt, e = exponential(z);
-    const bool near = square_of(z) < T(0.25);
-    if constexpr (M == Method::zoh) {
-      const N phi_1 = near ? phi_near_zero<1>(z) : (e - N(1)) * inverse(z);
-      h = multiply_add(e, h, phi_1 * (b * input));
+  __device__ __forceinline__ void step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
+    if constexpr (EXPONENT_ALONE<M>) {
+      h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
-      N phi_1 = 0, phi_2 = 0;
-      if (near) {
-        phi_2 = phi_near_zero<2>(z), phi_1 = multiply_add(phi_2, z, N(1));
+      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
+      if constexpr (M == Method::foh) {
+        const N taken = b * u;
+        h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
+        before = taken;
       } else {
-        const N over_z = inverse(z);
-        phi_1 = (e - N(1)) * over_z, phi_2 = (phi_1 - N(1)) * over_z;
+        h = multiply_add(by.a_bar, h, by.gain * u * b);
       }
-      const N taken = b * u;
-      h = multiply_add(e, h, multiply_add(phi_2, taken, (phi_1 - phi_2) * before) * dt);
-      before = taken;
     }
   }
-}
+};
 
 // ---- what is copied -------------------------------------------------------------------------------------------------
 // A tensor whose last dimension is time, as copies see it: bytes. What numbers they are is looked at where they are used,
@@ -483,18 +409,16 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
   };
 
-  N h[S], rate[S], before[S];
+  State<N, M> state[S];
   UNROLL
   for (int j = 0; j < S; ++j) {
-    const bool there = present && state0 + j < states;
-    h[j] = there && initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0);
-    rate[j] = there ? rate_of<M>(A(channel, state0 + j)) : N(0);
-    before[j] = 0;
+    if (!present || state0 + j >= states) continue;
+    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), A(channel, state0 + j));
   }
   const auto keep = [&](N* to) {  // to: the channel's states in memory
     UNROLL
     for (int j = 0; j < S; ++j) {
-      if (present && state0 + j < states) to[state0 + j] = h[j];
+      if (present && state0 + j < states) to[state0 + j] = state[j].h;
     }
   };
   const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
@@ -524,10 +448,11 @@ __global__ void __launch_bounds__(MOST_THREADS)
       N b_row[S], c_row[S];
       load_row(b_row, b), load_row(c_row, of_c);
       T total = d * own[1];
+      const T over_dt = DIVIDES<M> ? reciprocal(own[0]) : T(0);
       UNROLL
       for (int j = 0; j < S; ++j) {
-        take_step<M>(h[j], before[j], rate[j], own[0], own[1], b_row[j]);
-        total = add_real_part(total, c_row[j], h[j]);
+        state[j].step(own[0], over_dt, own[1], b_row[j]);
+        total = add_seen(total, c_row[j], state[j].h);
       }
       *sum = total;
     }
