@@ -35,18 +35,16 @@
 constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
 constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
 constexpr int CHUNK = 128;                           // steps, before each of which a backward wants to know the states
-constexpr int FOUR = 4;                              // steps that a thread prepares at a time
+constexpr int FOUR = 4;                              // steps that lie together in shared memory
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
+template <int S>
+constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
 template <Method M>
 constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
 template <Method M>
 constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
-template <typename N, Method M>
-constexpr int AHEAD = !std::is_same_v<N, float> ? 1
-                      : EXPONENT_ALONE<M>       ? 4
-                                                : 2;  // steps that are under way at a time
 template <typename N>
 constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
 
@@ -88,7 +86,7 @@ __device__ __forceinline__ float power(float x) {
 // sine is right to 2^-21.
 template <typename T>
 constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
-__device__ __forceinline__ Complex<double> direction(double angle) { return {std::cos(angle), std::sin(angle)}; }
+__device__ __forceinline__ Complex<double> direction(double angle) { return exponential(Complex<double>(0, angle)); }
 __device__ __forceinline__ Complex<float> direction(float turns) {
   constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
   const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
@@ -191,27 +189,45 @@ struct Rows {
   }
 };
 
-// Starts the copies of `steps` steps of `rows` rows into a tile of `height` rows; zeros stand where there are no more.
-template <int STEPS, int D>
-__device__ __forceinline__ void fetch(unsigned char* tile, const Rows<D>& x, const unsigned char* from, int height,
-                                      int rows, int steps) {
-  const int threads = blockDim.x;
-  const int64_t stride_r = x.stride[D - 2], stride_t = x.stride[D - 1];
+// What a block copies of a tensor, tile after tile. It stands in shared memory, as registers have better things to hold.
+struct Source {
+  const unsigned char* from;    // the first row's first step
+  int64_t stride_r, stride_t;   // of rows and of steps, in bytes
+  int to, pitch, height, rows;  // where it goes in shared memory, and how many rows that has and the tensor
+  int bytes, groups;
+  bool wide, late;  // late: is needed when a tile has been walked, not before
+};
+
+template <int D>
+__device__ __forceinline__ Source source_of(const Rows<D>& x, const unsigned char* from, int to, int height, int rows,
+                                            bool late = false) {
+  return {from, x.stride[D - 2], x.stride[D - 1], to, x.pitch, height, rows, x.bytes, x.groups, x.wide, late};
+}
+
+// Starts the copies of the STEPS steps from step t on; zeros stand where there are no more, or no more rows.
+template <int STEPS>
+__device__ __forceinline__ void fetch(unsigned char* shared, const Source& x, int64_t t, int64_t seq) {
+  const int steps = int(min(seq - t, int64_t(STEPS))), threads = blockDim.x;
   if (x.wide) {
+    // A thread has the same place in all of its rows.
+    const int row0 = threadIdx.x >> x.groups, more = threads >> x.groups;
+    const int at = (threadIdx.x & ((1 << x.groups) - 1)) * 16;
+    const unsigned char* from = x.from + row0 * x.stride_r + t * x.bytes + at;
+    unsigned char* to = shared + x.to + row0 * x.pitch + at;
+    const int rows = at < steps * x.bytes ? x.rows : 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < height << x.groups; i += threads) {
-      const int row = i >> x.groups, at = (i & ((1 << x.groups) - 1)) * 16;
-      async_copy<16>(tile + row * x.pitch + at, from + row * stride_r + at, row < rows && at < steps * x.bytes);
+    for (int row = row0; row < x.height; row += more, from += more * x.stride_r, to += more * x.pitch) {
+      async_copy<16>(to, from, row < rows);
     }
     return;
   }
-  const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
+  const bool down = x.stride_r < x.stride_t;  // rows lie closer than steps: neighbouring lanes take those
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += threads) {
-    const int row = down ? i % unsigned(height) : i / STEPS, t = down ? i / unsigned(height) : i % STEPS;
-    unsigned char* to = tile + row * x.pitch + t * x.bytes;
-    const unsigned char* word = from + row * stride_r + t * stride_t;
-    const bool inside = row < rows && t < steps;
+  for (unsigned i = threadIdx.x; i < unsigned(x.height * STEPS); i += threads) {
+    const int row = down ? i % unsigned(x.height) : i / STEPS, k = down ? i / unsigned(x.height) : i % STEPS;
+    unsigned char* to = shared + x.to + row * x.pitch + k * x.bytes;
+    const unsigned char* word = x.from + row * x.stride_r + (t + k) * x.stride_t;
+    const bool inside = row < x.rows && k < steps;
     if (x.bytes == 16) async_copy<16>(to, word, inside);
     else if (x.bytes == 8) async_copy<8>(to, word, inside);
     else if (x.bytes == 4) async_copy<4>(to, word, inside);
@@ -269,14 +285,14 @@ __device__ __forceinline__ void load_four(N (&numbers)[FOUR], const unsigned cha
 // ---------------------------------------------------------------------------------------------------------------------
 // How the work is cut, and where a block's shared memory has what, in bytes.
 struct Plan {
-  int channels, lanes, padded;  // channels of a block, threads of a channel; states of a row of B or C
-  int64_t share;                // neighbouring channels that have the same groups of B and of C
-  int u, delta, z, B, C;        // as they were copied: [channel or state][step]
-  int steps, b, c, sums;        // as the walk reads and writes them: [step][channel or state]
+  int channels, lanes, padded;      // channels of a block, threads of a channel, states that these have
+  int64_t share;                    // neighbouring channels that have the same groups of B and of C
+  int u, delta, z, B, C;            // as they were copied: [channel or state][step]
+  int lengths, inputs, b, c, sums;  // as the walk reads and writes them, FOUR steps together
   int bytes;
 };
 
-// grid (B d / channels), block (lanes channels): thread part * channels + c has S states of channel c
+// grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c
 template <typename N, Method M, int S>
 __global__ void __launch_bounds__(MOST_THREADS)
     selective_scan(Rows<3> u,                       // [batch, channels, seq]
@@ -295,10 +311,11 @@ __global__ void __launch_bounds__(MOST_THREADS)
   using T = Real<N>;
   constexpr int TILE = STEPS<N>;
   DYNAMIC_SHARED(unsigned char, shared);
-  Vector<T, 2>* const step_of = reinterpret_cast<Vector<T, 2>*>(shared + plan.steps);  // dt and u: [step][channel]
-  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);  // [step][state], or [channel][state]
+  T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);  // dt: [four][channel][step]
+  T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);    // u, likewise
+  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);         // [four][part][step][state]
   N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
-  T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [step][thread]
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [four][thread][step]
 
   const unsigned channels = unsigned(u.size[1]), pieces = unsigned(ceil_div(plan.share, plan.channels));
   const unsigned shares = channels / unsigned(plan.share), piece = blockIdx.x % pieces, share = blockIdx.x / pieces;
@@ -308,8 +325,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
   const int states = int(A.size[1]), threads = blockDim.x;
   const int c = threadIdx.x % unsigned(plan.channels), part = threadIdx.x / unsigned(plan.channels), state0 = part * S;
   const int64_t channel = channel0 + c;
-  const bool present = c < rows;
-  const int pitch_bc = plan.padded + 16 / int(sizeof(N)), pitch_sums = threads + 1;
+  const bool walks = part < plan.lanes, present = walks && c < rows;
+  const int pitch_bc = plan.lanes * RECORD<S>, pitch_held = pitch_bc + 16 / int(sizeof(N));
+  const int pitch_sums = (plan.lanes * plan.channels + 1) * FOUR;
   const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;  // for all time
 
   // Where the block's rows begin.
@@ -318,47 +336,45 @@ __global__ void __launch_bounds__(MOST_THREADS)
     const unsigned in_group = channels / unsigned(x.size[1]);
     return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
   };
-  const unsigned char *const from_b = of_states(B, channel0), *const from_c = of_states(C, channel0);
 
-  // What holds for all time is there from the beginning, a row for each channel.
+  // What holds for all time is there from the beginning, a row for each channel, the same FOUR times.
   const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+    if (!walks) return;
     const unsigned char* from = of_states(x, channel);
 #pragma unroll 1
-    for (int j = part; j < plan.padded; j += plan.lanes) {
+    for (int j = state0; j < state0 + S; ++j) {
       N number = 0;
       if (present && j < states) {
         with_type<N>(x.dtype,
                      [&]<typename From>() { number = N(*reinterpret_cast<const From*>(from + j * x.stride[2])); });
       }
-      tile[c * pitch_bc + j] = number * factor;
+      for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;
     }
   };
-  // A tile of time: what is walked with, and the gates, which are needed when it has been walked.
-  const auto fetch_inputs = [&](int64_t t0, int steps) {
-    fetch<TILE>(shared + plan.u, u, of_channels(u) + t0 * u.stride[2], plan.channels, rows, steps);
-    fetch<TILE>(shared + plan.delta, delta, of_channels(delta) + t0 * delta.stride[2], plan.channels, rows, steps);
-    if (!holds_b) fetch<TILE>(shared + plan.B, B, from_b + t0 * B.stride[3], plan.padded, states, steps);
-    if (!holds_c) fetch<TILE>(shared + plan.C, C, from_c + t0 * C.stride[3], plan.padded, states, steps);
-  };
-  const auto fetch_gates = [&](int64_t t0, int steps) {
-    if (z.size[0]) fetch<TILE>(shared + plan.z, z, of_channels(z) + t0 * z.stride[2], plan.channels, rows, steps);
-  };
-
+  __shared__ Source sources[5];
+  if (threadIdx.x == 0) {
+    sources[0] = source_of(u, of_channels(u), plan.u, plan.channels, rows);
+    sources[1] = source_of(delta, of_channels(delta), plan.delta, plan.channels, rows);
+    sources[2] = source_of(z, of_channels(z), plan.z, z.size[0] ? plan.channels : 0, rows, true);
+    sources[3] = source_of(B, of_states(B, channel0), plan.B, holds_b ? 0 : plan.padded, states);
+    sources[4] = source_of(C, of_states(C, channel0), plan.C, holds_c ? 0 : plan.padded, states);
+  }
   // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
   const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
-  const auto prepare_steps = [&] {
+  const auto prepare_steps = [&](int steps) {
 #pragma unroll 1
-    for (int k = part * FOUR; k < TILE; k += plan.lanes * FOUR) {
-      T inputs[FOUR], lengths[FOUR];
-      load_four(inputs, shared + plan.u + c * u.pitch, k, u.dtype);
-      load_four(lengths, shared + plan.delta + c * delta.pitch, k, delta.dtype);
+    for (int k = part; k < TILE / FOUR && walks; k += plan.lanes) {
+      T dt[FOUR], input[FOUR];
+      load_four(dt, shared + plan.delta + c * delta.pitch, k * FOUR, delta.dtype);
+      load_four(input, shared + plan.u + c * u.pitch, k * FOUR, u.dtype);
       UNROLL
       for (int i = 0; i < FOUR; ++i) {
-        const T length = lengths[i] + bias_of_channel;
-        Vector<T, 2> step;
-        step[0] = with_softplus ? softplus(length) : length, step[1] = inputs[i];
-        step_of[(k + i) * plan.channels + c] = step;
+        dt[i] += bias_of_channel;
+        if (with_softplus) dt[i] = softplus(dt[i]);
+        if (k * FOUR + i >= steps) dt[i] = 0;  // and u, which was filled up with zeros: a step that changes nothing
       }
+      store_row(lengths + (k * plan.channels + c) * FOUR, dt);
+      store_row(inputs + (k * plan.channels + c) * FOUR, input);
     }
   };
   // Neighbouring threads take neighbouring states, each FOUR steps.
@@ -371,8 +387,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
     while (k < TILE / FOUR) {
       N numbers[FOUR];
       load_four(numbers, from + j * x.pitch, k * FOUR, x.dtype);
+      N* to = tile + k * pitch_bc + j / S * RECORD<S> + j % S;
       UNROLL
-      for (int i = 0; i < FOUR; ++i) tile[(k * FOUR + i) * pitch_bc + j] = numbers[i] * factor;
+      for (int i = 0; i < FOUR; ++i) to[i * S] = numbers[i] * factor;
       j += more_states, k += more_fours;
       if (j >= plan.padded) j -= plan.padded, ++k;
     }
@@ -386,8 +403,10 @@ __global__ void __launch_bounds__(MOST_THREADS)
       T results[FOUR] = {};
 #pragma unroll 2
       for (int n = 0; n < plan.lanes; ++n) {
+        T parts[FOUR];
+        load_row(parts, sums + k / FOUR * pitch_sums + (n * plan.channels + row) * FOUR);
         UNROLL
-        for (int m = 0; m < FOUR; ++m) results[m] += sums[(k + m) * pitch_sums + n * plan.channels + row];
+        for (int m = 0; m < FOUR; ++m) results[m] += parts[m];
       }
       if (z.size[0]) {
         T gates[FOUR];
@@ -397,7 +416,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
       }
       unsigned char* to = of_channels(y) + row * y.stride[1] + (t0 + k) * y.stride[2];
       with_type<T>(y.dtype, [&]<typename To>() {
-        if (y.wide) {
+        if (y.wide && k + FOUR <= steps) {
           store_row(reinterpret_cast<To*>(to), results);
         } else {
           UNROLL
@@ -426,35 +445,44 @@ __global__ void __launch_bounds__(MOST_THREADS)
   if (holds_c) hold(C, tile_c, PARTS<N>);
 
   for (int64_t t0 = -TILE; t0 < seq; t0 += TILE) {  // at first there is nothing but a tile to come
-    const int steps = t0 < 0 ? 0 : int(min(seq - t0, int64_t(TILE))), coming = int(min(seq - t0 - TILE, int64_t(TILE)));
+    const int steps = t0 < 0 ? 0 : int(min(seq - t0, int64_t(TILE)));
     if (steps > 0) {
-      prepare_steps();
+      prepare_steps(steps);
       if (!holds_b) prepare_states(B, shared + plan.B, tile_b, 1);
       if (!holds_c) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
     }
     __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
-    if (coming > 0) fetch_inputs(t0 + TILE, coming);
-    if (steps > 0) fetch_gates(t0, steps);
+#pragma unroll 1
+    for (const Source& x : sources) {
+      const int64_t t = x.late ? t0 : t0 + TILE;
+      if (t >= 0 && t < seq) fetch<TILE>(shared, x, t, seq);
+    }
     async_commit();
     if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));
 
-    const N *b = tile_b + (holds_b ? c * pitch_bc : 0) + state0, *of_c = tile_c + (holds_c ? c * pitch_bc : 0) + state0;
-    const int b_step = holds_b ? 0 : pitch_bc, c_step = holds_c ? 0 : pitch_bc;
-    const Vector<T, 2>* step = step_of + c;
-    T* sum = sums + threadIdx.x;
-#pragma unroll AHEAD < N, M>
-    for (int k = 0; k < steps; ++k, step += plan.channels, sum += pitch_sums, b += b_step, of_c += c_step) {
-      const Vector<T, 2> own = *step;
-      N b_row[S], c_row[S];
-      load_row(b_row, b), load_row(c_row, of_c);
-      T total = d * own[1];
-      const T over_dt = DIVIDES<M> ? reciprocal(own[0]) : T(0);
+    const N* b = tile_b + (holds_b ? c * pitch_held : 0) + part * RECORD<S>;
+    const N* of_c = tile_c + (holds_c ? c * pitch_held : 0) + part * RECORD<S>;
+    const T *dt_of = lengths + c * FOUR, *u_of = inputs + c * FOUR;
+    T* sum_of = sums + threadIdx.x * FOUR;
+#pragma unroll 1
+    for (int k = 0; k < steps && walks; k += FOUR) {
+      T dt[FOUR], input[FOUR], sum[FOUR];
+      load_row(dt, dt_of), load_row(input, u_of);
       UNROLL
-      for (int j = 0; j < S; ++j) {
-        state[j].step(own[0], over_dt, own[1], b_row[j]);
-        total = add_seen(total, c_row[j], state[j].h);
+      for (int i = 0; i < FOUR; ++i) {
+        N b_row[S], c_row[S];
+        load_row(b_row, b + i * S), load_row(c_row, of_c + i * S);
+        const T over_dt = DIVIDES<M> ? reciprocal(dt[i]) : T(0);
+        sum[i] = d * input[i];
+        UNROLL
+        for (int j = 0; j < S; ++j) {
+          state[j].step(dt[i], over_dt, input[i], b_row[j]);
+          sum[i] = add_seen(sum[i], c_row[j], state[j].h);
+        }
       }
-      *sum = total;
+      store_row(sum_of, sum);
+      dt_of += plan.channels * FOUR, u_of += plan.channels * FOUR, sum_of += pitch_sums;
+      b += holds_b ? 0 : pitch_bc, of_c += holds_c ? 0 : pitch_bc;
     }
     async_wait<0>();
     __syncthreads();  // the sums are there, the next tile and the gates; nobody needs what was prepared any more
@@ -464,15 +492,15 @@ __global__ void __launch_bounds__(MOST_THREADS)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-template <typename N>
-Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>& C, bool gated, int of_a_lane) {
+template <typename N, int S>
+Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>& C, bool gated) {
   using T = Real<N>;
   Plan plan{};
   const int64_t channels = u.size[1];
   const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;
   plan.share = std::gcd(holds_b ? channels : channels / B.size[1], holds_c ? channels : channels / C.size[1]);
-  plan.lanes = std::max(1, int(ceil_div(states, of_a_lane)));
-  plan.padded = plan.lanes * of_a_lane;
+  plan.lanes = std::max(1, int(ceil_div(states, S)));
+  plan.padded = plan.lanes * S;
   const int most = std::max(FEW_THREADS / plan.lanes, std::min(CHANNELS, MOST_THREADS / plan.lanes));
   plan.channels = int(std::min(int64_t(most), plan.share));
   const auto take = [&plan](int bytes) {
@@ -481,12 +509,14 @@ Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>&
     return at;
   };
   const auto copied = [&](const auto& x, int rows) { return take(rows * Rows(x, STEPS<N>).pitch); };
-  const int row = (plan.padded + 16 / int(sizeof(N))) * int(sizeof(N));
   plan.u = copied(u, plan.channels), plan.delta = copied(u, plan.channels);
   plan.z = gated ? copied(u, plan.channels) : 0;
   plan.B = holds_b ? 0 : copied(B, plan.padded), plan.C = holds_c ? 0 : copied(C, plan.padded);
-  plan.steps = take(STEPS<N> * plan.channels * 2 * int(sizeof(T)));
-  plan.b = take((holds_b ? plan.channels : STEPS<N>)*row), plan.c = take((holds_c ? plan.channels : STEPS<N>)*row);
+  plan.lengths = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  plan.inputs = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  const int record = plan.lanes * RECORD<S> * int(sizeof(N));
+  const int held = plan.channels * (record + 16), moving = STEPS<N> / FOUR * record;
+  plan.b = take(holds_b ? held : moving), plan.c = take(holds_c ? held : moving);
   plan.sums = take(STEPS<N> * (plan.channels * plan.lanes + 1) * int(sizeof(T)));
   return plan;
 }
@@ -527,18 +557,22 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
     using T = Real<N>;
     with_method(method, [&]<Method M>() {
       const auto run = [&]<int S>() {
-        const Plan plan = make_plan<N>(u, int(A.size[1]), B, C, z.size[0] > 0, S);
+        const Plan plan = make_plan<N, S>(u, int(A.size[1]), B, C, z.size[0] > 0);
         const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
         launch<selective_scan<N, M, S>>({u.size[0] * (u.size[1] / plan.share) * ceil_div(plan.share, plan.channels)},
-                                        dim3(unsigned(plan.channels * plan.lanes)), size_t(plan.bytes), stream, rows(u),
-                                        rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
-                                        delta_bias.as<T>(), initial_state.as<N>(), rows(y), last_state.as<N>(),
-                                        states.as<N>(), delta_softplus, plan);
+                                        dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32),
+                                        size_t(plan.bytes), stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C),
+                                        D.as<T>(), rows(z), delta_bias.as<T>(), initial_state.as<N>(), rows(y),
+                                        last_state.as<N>(), states.as<N>(), delta_softplus, plan);
       };
-      if constexpr (std::is_same_v<N, float>) {
-        if (states_of_a_lane == 8) return run.template operator()<8>();
+      if constexpr (!std::is_same_v<N, float>) {
+        run.template operator()<2>();
+      } else {
+        if constexpr (!DIVIDES<M>) {
+          if (states_of_a_lane == 8) return run.template operator()<8>();
+        }
+        run.template operator()<4>();
       }
-      run.template operator()<4>();
     });
   });
 }
