@@ -294,7 +294,7 @@ struct Plan {
 
 // grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c
 template <typename N, Method M, int S>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS, 1)
     selective_scan(Rows<3> u,                       // [batch, channels, seq]
                    Rows<3> delta,                   // [batch, channels, seq]
                    View<const N, 2> A,              // [channels, states]
