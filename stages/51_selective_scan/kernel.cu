@@ -159,7 +159,9 @@ struct State {
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
       } else {
-        h = multiply_add(by.a_bar, h, by.gain * u * b);
+        // A_bar = 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+        const N a_bar = M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+        h = multiply_add(a_bar, h, by.gain * u * b);
       }
     }
   }

@@ -83,6 +83,7 @@ COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps, of all states at a time
 
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
+SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
 CHUNK = 128  # steps: what the states are before each of them is kept for the backward
 
@@ -395,6 +396,8 @@ def make(
 
     u, delta = (normal(batch, channels, seq) for _ in range(2))
     A = -(0.5 * normal(channels, states)).exp() * (1 + torch.arange(states, device=generator.device) % 16)
+    if discretization_method in SERIES:
+        A = A / 16
     B, C = (normal(batch, states, seq) for _ in range(2))
     if dtype.is_complex:
         A = torch.complex(0.5 * A, 3 * normal(channels, states))
