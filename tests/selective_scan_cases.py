@@ -53,7 +53,7 @@ def problem(
     without: tuple[str, ...] = (),
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """Arguments by their names, all there but those named; B and C of a kind. Complex dtypes are those of A, B and C."""
+    """Arguments by their names, all there but those named. A complex dtype is that of A, B and C."""
     generator = torch.Generator().manual_seed(seed)
     batch, channels, states, seq = sizes
     real = REAL_OF.get(dtype, dtype)

@@ -270,6 +270,9 @@ def test_those_of_one_stage(device):
     arguments = family.make(dict(zip(family.SIZES, (1, 5, 7, 33), strict=True)), torch.float32, device)
     agree(family, arguments, "48")
     agree(family, arguments[:-1], "48")
+    family = FAMILIES["selective_scan"]
+    arguments = family.make(dict(zip(family.SIZES, (1, 5, 7, 33), strict=True)), torch.float32, device)
+    agree(family, arguments, "51")
 
 
 # ---- as the stages' own functions
@@ -290,6 +293,7 @@ def test_errors_are_those_of_the_stages_and_come_before_anything_is_built(monkey
             ((x, x, two), {}),
         ],
         "vlstm": [((x[None],) * 3 + (x, x), {"eps": -1.0}), ((x[None],) * 5, {})],
+        "selective_scan": [((x,) * 5, {}), ((x, x, two, x, x), {}), ((x, x, x[0], x, x), {"discretization_method": 1})],
         "ssm_adaptive_unitary": [((x,) * 8, {})],
     }
     assert set(cases) == set(stages.FUNCTIONS)
