@@ -497,7 +497,7 @@ class SelectiveScanCases(StageCases):
                 "delta",
                 good["delta"].double(),
                 TypeError,
-                "delta has dtype torch.float64, but u has torch.float32",
+                "delta has dtype torch.float64; allowed: torch.float32",
             ),
             (good, "delta", good["delta"][..., :2], ValueError, r"delta is \(2, 4, 2\) and u is \(2, 4, 5\)"),
             (good, "delta", good["delta"].to("meta"), ValueError, "delta is on meta, but u is on cpu"),
