@@ -536,20 +536,23 @@ Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>&
   return plan;
 }
 
+// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
 template <typename Body>
 void with_method(int method, Body&& body) {
   switch (Method(method)) {
     case Method::mamba: return body.template operator()<Method::mamba>();
-    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::foh: return body.template operator()<Method::foh>();
     case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::highorder: return body.template operator()<Method::highorder>();
     case Method::poly: return body.template operator()<Method::poly>();
     case Method::rk4: return body.template operator()<Method::rk4>();
     case Method::dirac: return body.template operator()<Method::dirac>();
     case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
   }
-  throw std::invalid_argument("method " + std::to_string(method) + " is none of those that there are");
 }
 
 // What is computed with: the type of A, of which there are as many as of the states.
