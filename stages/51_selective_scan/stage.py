@@ -33,7 +33,7 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Count
     sums = of_u // 2 * lanes
     if (
         itemsize == 2
-    ):  # 8 bytes a lane: rows are 80 bytes apart, so the ninth meets the first, of 8 channels there is none
+    ):  # 8 bytes a lane, of rows that lie 80 bytes apart: the ninth meets the first, if there are so many
         twice = 2 * (of_b + (of_u if channels == 16 else 0))
         turned = 2 * (of_u + of_b) + twice
     else:
@@ -46,10 +46,9 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Count
         load_sectors=blocks * ((warps + 1) * channels * size // 32 + 16 * of_states + tiles * copied // 32),
         store_requests=blocks * (of_states + tiles * parts * of_u // 2),
         store_sectors=blocks * (16 * of_states + tiles * parts * channels * steps * itemsize // 32),
-        shared_load_wavefronts=blocks
-        * (tiles * (turned + walked + sums * 4 * parts * parts) + 4 * warps * (10 * tiles + 1)),
+        shared_load_wavefronts=blocks * tiles * (turned + walked + sums * 4 * parts * parts),
         shared_load_conflicts=blocks * tiles * twice,
-        shared_store_wavefronts=blocks * (tiles * (4 * parts * parts * (of_u + warps * fours) + 4 * parts * of_b) + 44),
+        shared_store_wavefronts=blocks * tiles * 4 * parts * (parts * (of_u + warps * fours) + of_b),
         shared_store_conflicts=blocks * tiles * 8 * (parts - 1) * (of_u + warps * fours),
         shared_copy_wavefronts=blocks * tiles * copied // 512 * (8 if itemsize == 2 else 4),
         barriers=blocks * 2 * (tiles + 1),
