@@ -20,24 +20,23 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
     return 8 if enough and states > 4 and A.dtype is torch.float32 else 4
 
 
-def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Counts:
-    """The same for all methods, where B and C vary and there are no gates; of few channels, with 4 states a lane."""
+def cost(B: int, d: int, n: int, T: int, itemsize: int, discretization_method: str = "mamba") -> Counts:
+    """For arguments as the family's `make` gives them, of so few channels that a lane has 4 states (in double 2)."""
+    gates = discretization_method != "mamba"  # whether there is a z
     double = itemsize == 8
     size, of_a_lane, parts = (8, 2, 2) if double else (4, 4, 1)  # of a number; parts of 16 bytes of FOUR of them
     steps, lanes = 128 // size, n // of_a_lane
     channels = max(64 // lanes, min(8, 256 // lanes))
     warps, blocks, tiles, fours = lanes * channels // 32, B * d // channels, T // steps, steps // FOUR
     of_states = warps * of_a_lane  # requests for A, and for the last states, 16 sectors each
-    copied = 2 * (channels + n) * steps * itemsize  # bytes a tile, of u and delta, B and C
+    copied = (2 * channels + 2 * n + gates * channels) * steps * itemsize  # bytes a tile, of u, delta, B, C and z
     of_u, of_b = 2 * channels * fours // 32, 2 * n * fours // 32  # requests to turn that, for FOUR steps each
     sums = of_u // 2 * lanes
-    if (
-        itemsize == 2
-    ):  # 8 bytes a lane, of rows that lie 80 bytes apart: the ninth meets the first, if there are so many
-        twice = 2 * (of_b + (of_u if channels == 16 else 0))
-        turned = 2 * (of_u + of_b) + twice
+    if itemsize == 2:  # 8 bytes a lane: of rows that lie 80 bytes apart the ninth meets the first, and of z's the next
+        twice = 2 * (of_b + (of_u if channels == 16 else 0)) + gates * of_u
+        turned = 2 * (of_u + of_b) + gates * of_u + twice
     else:
-        turned, twice = 4 * parts * (of_u + of_b), 0
+        turned, twice = 4 * parts * (of_u + of_b + gates * of_u // 2), 0
     if double:  # lanes that lie 32 bytes apart meet in the banks twice
         twice += warps * fours * 16 + sums * 8
     walked = warps * fours * (8 * parts * parts + 16)  # dt and u, and for each step B and C

@@ -418,7 +418,9 @@ def make(
     *,
     discretization_method: str = "mamba",
 ) -> tuple[Tensor | bool, ...]:
-    """Normal u, B, C and D, no z, softplus and the last state; steps of about 0.1, states that decay or turn.
+    """Normal u, B, C and D, softplus and the last state; steps of about 0.1, states that decay or turn.
+
+    Normal z, too, but with "mamba", which is measured as others have measured theirs.
 
     As in a model, A, D and delta_bias of 16-bit u are float32. For complex64 u is float32, and A, B and C are complex.
     """
@@ -439,9 +441,10 @@ def make(
         A = torch.complex(0.5 * A, 3 * normal(channels, states))
         B, C = (torch.complex(x, normal(batch, states, seq)) for x in (B, C))
     D, delta_bias = normal(channels), normal(channels) - 2
+    z = None if discretization_method == "mamba" else normal(batch, channels, seq).to(real)
     u, delta = (x.to(real) for x in (u, delta))
     A, B, C = A.to(dtype if dtype.is_complex else sums), B.to(dtype), C.to(dtype)
-    return u, delta, A, B, C, D.to(sums), None, delta_bias.to(sums), True, True
+    return u, delta, A, B, C, D.to(sums), z, delta_bias.to(sums), True, True
 
 
 def phi(order: int, z: Tensor) -> Tensor:
@@ -574,7 +577,8 @@ def incumbent(
     return y, h[..., -1].clone()
 
 
-def work(sizes: Mapping[str, int], itemsize: int, **options: object) -> Work:
-    """For a state and step 6 operations and an exponential; u, delta, B, C and y moved once."""
+def work(sizes: Mapping[str, int], itemsize: int, *, discretization_method: str = "mamba") -> Work:
+    """For a state and step 6 operations and an exponential; u, delta, B, C, y and z, if there is one, moved once."""
     batch, channels, states, seq = (sizes[name] for name in SIZES)
-    return Work(7 * batch * channels * states * seq, itemsize * batch * seq * (3 * channels + 2 * states))
+    of_channels = 3 if discretization_method == "mamba" else 4
+    return Work(7 * batch * channels * states * seq, itemsize * batch * seq * (of_channels * channels + 2 * states))
