@@ -26,16 +26,20 @@ FUNCTIONS = {  # and the modules of stages.families that they come from
     "matmul": "matmul",
     "qkv": "qkv",
     "scan": "scan",
+    "selective_scan": "selective_scan",
     "ssm_adaptive_unitary": "adaptive_unitary",
     "vlstm": "vlstm",
 }
+ALIASES = {"selective_scan_fn": "selective_scan"}  # what Mamba calls it
 
 __all__ = ["BuildError", "KernelFault", "NotAvailable", "Stage", "StageNotFound", "load", "names"]
-__all__ += FUNCTIONS
+__all__ += [*FUNCTIONS, *ALIASES]
 
 
 def __getattr__(name: str) -> Any:
     """A family's function, made when it is first asked for: to import this package costs nothing that is not used."""
+    if name in ALIASES:
+        return globals().get(ALIASES[name]) or __getattr__(ALIASES[name])
     if name not in FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     fastest = importlib.import_module("stages.toolkit.fastest").fastest
@@ -44,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *FUNCTIONS})
+    return sorted({*globals(), *FUNCTIONS, *ALIASES})

@@ -1,0 +1,625 @@
+// Stage 51: discretize and scan in one kernel, forward
+//
+// Problem   h[t] = A_bar h[t - 1] + gain B[t] u[t] of each batch, channel and state, A_bar and gain made of A and the step
+//           dt = delta, or softplus(delta + bias), by one of nine methods; y = (sum over states C[t] h[t] + D u) silu(z).
+//           u, delta, z, y [B, d, T], A [d, n], B, C [B, groups, n, T] or [B, d, n, 1], h [B, d, n], D, bias [d].
+// Before    Stage 45 reads a and b and writes h. Here each would be n times as large as u, which is all that there is.
+// Idea      What is n times as large never leaves the registers. A lane walks through time with S states of one channel,
+//           and makes A_bar and gain of each as it goes: an exponential, a multiplication and two more that add up h and
+//           y. With n = 16 that is 32 bytes of arithmetic for each byte of memory: exponentials are what it costs, 16 a
+//           clock and multiprocessor. All else is done for a tile of time at once, by all threads: softplus, which all
+//           states of a channel share, and turning rows of time into rows of channels and of states.
+// Mapping   block: CH channels of one batch, all T steps.  thread: S states of channel threadIdx % CH. So the lanes of a
+//           warp have the same states of different channels, and one number of B and of C is loaded for all of them.
+//           While a tile of TILE steps is walked, the next one comes by asynchronous copies.
+// Cost      float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32 warps; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W   store sectors  4 L CH + 64 W
+//             shared loads         L (2 CH + 2 n + CH P + 192 W)          stores         L (2 CH + 2 n + 32 W) wavefronts
+//             copies               L (2 CH + 2 n)                         barriers       2 L + 2
+//           of which there are B d / CH. Each number is read once, but B and C once a block. The walk takes five
+//           instructions and an exponential for a state and step, all else, with n = 16, three more.
+// Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. A channel has
+//           at most 256 states. Of a group of fewer channels than CH the other lanes have nothing to do.
+// Run       python -m stages run 51
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <type_traits>
+
+#include "common/async_copy.h"
+#include "common/complex.h"
+#include "common/device.h"
+#include "common/discretize.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/phi.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
+constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
+constexpr int CHUNK = 128;                           // steps, before each of which a backward wants to know the states
+constexpr int FOUR = 4;                              // steps that lie together in shared memory
+template <typename N>
+constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
+template <typename N, int S>
+constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
+template <int S>
+constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
+
+template <Method M>
+constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
+template <Method M>
+constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
+template <typename N>
+constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+template <typename T>
+__device__ __forceinline__ T multiply_add(T x, T y, T z) {
+  return x * y + z;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, Complex<T> y, Complex<T> z) {
+  return {z.re + x.re * y.re - x.im * y.im, z.im + x.re * y.im + x.im * y.re};
+}
+
+// What y takes of a state: c h, of complex numbers the real part.
+template <typename T>
+__device__ __forceinline__ T add_seen(T sum, T c, T h) {
+  return sum + c * h;
+}
+template <typename T>
+__device__ __forceinline__ T add_seen(T sum, Complex<T> c, Complex<T> h) {
+  return sum + c.re * h.re - c.im * h.im;
+}
+
+// e^x for an x that was multiplied by PER_E. A float's is a power of 2, one instruction of a GPU, right to 2^-22.
+template <typename T>
+constexpr T PER_E = sizeof(T) == 4 ? T(1.44269504088896340736) : T(1);
+__device__ __forceinline__ double power(double x) { return std::exp(x); }
+__device__ __forceinline__ float power(float x) {
+#if defined(__CUDACC__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
+
+// cos + i sin of an angle that was multiplied by PER_RADIAN. A float's is in turns: without the whole ones the GPU's own
+// sine is right to 2^-21.
+template <typename T>
+constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
+__device__ __forceinline__ Complex<double> direction(double angle) { return exponential(Complex<double>(0, angle)); }
+__device__ __forceinline__ Complex<float> direction(float turns) {
+  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
+  const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+  float sine, cosine;
+#if defined(__CUDACC__)
+  __sincosf(angle, &sine, &cosine);
+#else
+  sine = std::sin(angle), cosine = std::cos(angle);
+#endif
+  return {cosine, sine};
+}
+
+// A so that e^(dt A) needs no multiplication but the one by dt, and e^(dt A) of that.
+template <typename T>
+__device__ __forceinline__ T scaled(T a) {
+  return a * PER_E<T>;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> scaled(Complex<T> a) {
+  return {a.re * PER_E<T>, a.im * PER_RADIAN<T>};
+}
+template <typename T>
+__device__ __forceinline__ T decay(T a_scaled, T dt) {
+  return power(a_scaled * dt);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> decay(Complex<T> a_scaled, T dt) {
+  return direction(a_scaled.im * dt) * power(a_scaled.re * dt);
+}
+
+// log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
+__device__ __forceinline__ double log_of_one_plus(double e) { return std::log1p(e); }
+__device__ __forceinline__ float log_of_one_plus(float e) {
+  float sum = 1.0f / 7;
+  UNROLL
+  for (int k = 6; k > 0; --k) sum = 1.0f / k - e * sum;
+#if defined(__CUDACC__)
+  const float whole = __logf(1 + e);
+#else
+  const float whole = std::log(1 + e);
+#endif
+  return e < 0.125f ? e * sum : whole;
+}
+template <typename T>
+__device__ __forceinline__ T softplus(T x) {
+  return (x > 0 ? x : T(0)) + log_of_one_plus(power((x > 0 ? -x : x) * PER_E<T>));
+}
+template <typename T>
+__device__ __forceinline__ T silu(T x) {
+  return x * reciprocal(T(1) + power(-x * PER_E<T>));
+}
+
+// ---- a state --------------------------------------------------------------------------------------------------------
+template <typename N, Method M>
+struct State {
+  N h = 0, a = 0, over_a = 0, before = 0;  // a is `scaled` if its exponential is all; 1 / a; B u of the step before
+
+  __device__ __forceinline__ void set(N start, N rate) {
+    h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
+    if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
+  }
+
+  __device__ __forceinline__ void step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
+    if constexpr (EXPONENT_ALONE<M>) {
+      h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
+    } else {
+      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
+      if constexpr (M == Method::foh) {
+        const N taken = b * u;
+        h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
+        before = taken;
+      } else {
+        // A_bar = 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+        const N a_bar = M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+        h = multiply_add(a_bar, h, by.gain * u * b);
+      }
+    }
+  }
+};
+
+// ---- what is copied -------------------------------------------------------------------------------------------------
+// A tensor whose last dimension is time, as copies see it: bytes. What numbers they are is looked at where they are used,
+// so that the walk through time is compiled once for all types that are computed with in float.
+template <int D>
+struct Rows {
+  unsigned char* data;
+  int64_t size[D], stride[D];  // strides in bytes
+  DType dtype;
+  int bytes;   // of a number
+  int pitch;   // of a tile's row in shared memory, in bytes: neighbouring rows begin in other banks
+  int groups;  // of 16 bytes in a row: 2 to that power
+  bool wide;   // rows are made of such groups
+
+  Rows(const AnyView<D>& x, int steps) : data(static_cast<unsigned char*>(x.data)), dtype(x.dtype), groups(0) {
+    bytes = size_of(dtype), pitch = steps * bytes + 16;
+    while (16 << groups < steps * bytes) ++groups;
+    wide = reinterpret_cast<uintptr_t>(data) % 16 == 0 && x.stride[D - 1] == 1 && x.size[D - 1] * bytes % 16 == 0;
+    for (int i = 0; i < D; ++i) {
+      size[i] = x.size[i], stride[i] = x.stride[i] * bytes;
+      if (i < D - 1) wide &= size[i] <= 1 || stride[i] % 16 == 0;
+    }
+  }
+};
+
+// What a thread copies of a tensor whose rows are made of groups of 16 bytes: the same place in every `more`-th row.
+struct Groups {
+  const unsigned char* from;  // in its first row, at step 0
+  unsigned char* to;
+  int row0, at, more;
+
+  template <int D>
+  __device__ __forceinline__ Groups(const Rows<D>& x, const unsigned char* first, unsigned char* tile)
+      : row0(threadIdx.x >> x.groups), at((threadIdx.x & ((1 << x.groups) - 1)) * 16), more(blockDim.x >> x.groups) {
+    from = first + row0 * x.stride[D - 2] + at, to = tile + row0 * x.pitch + at;
+  }
+
+  // Starts the copies of a tile of `height` rows from step t on; zeros stand where there are no more steps or rows.
+  template <int D>
+  __device__ __forceinline__ void fetch(const Rows<D>& x, int height, int rows, int64_t t, int steps) const {
+    const int there = at < steps * x.bytes ? rows : 0;
+    const unsigned char* word = from + t * x.bytes;
+    unsigned char* place = to;
+#pragma unroll 1
+    for (int row = row0; row < height; row += more, word += more * x.stride[D - 2], place += more * x.pitch) {
+      async_copy<16>(place, word, row < there);
+    }
+  }
+};
+
+// A tensor of which that is not so: number by number, and a table of such in shared memory, where it is in nobody's way.
+struct Numbers {
+  const unsigned char* first;
+  int64_t stride_r, stride_t;
+  int tile, pitch, height, rows, bytes, late;  // late: is needed when a tile has been walked, not before
+
+  template <int STEPS>
+  __device__ __forceinline__ void fetch(unsigned char* shared, int64_t t, int steps) const {
+    const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += blockDim.x) {
+      const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
+      unsigned char* to = shared + tile + row * pitch + k * bytes;
+      const unsigned char* word = first + row * stride_r + (t + k) * stride_t;
+      const bool inside = row < rows && k < steps;
+      if (bytes == 16) async_copy<16>(to, word, inside);
+      else if (bytes == 8) async_copy<8>(to, word, inside);
+      else if (bytes == 4) async_copy<4>(to, word, inside);
+      else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
+    }
+  }
+};
+
+// body.operator()<T>() for the type T of a tensor's numbers, one of those that are computed with as N.
+template <typename N, typename Body>
+__device__ __forceinline__ void with_type(DType dtype, Body&& body) {
+  if constexpr (std::is_same_v<N, float>) {
+    if (dtype == DType::float16) return body.template operator()<half>();
+    if (dtype == DType::bfloat16) return body.template operator()<bfloat16>();
+  }
+  body.template operator()<N>();
+}
+
+// COUNT neighbours in shared memory, by as few loads as there can be.
+template <int COUNT, typename From, typename T>
+__device__ __forceinline__ void load_row(T (&values)[COUNT], const From* from) {
+  constexpr int WIDE = COUNT * int(sizeof(From)) < 16 ? COUNT : 16 / int(sizeof(From));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    const auto group = load_vector<WIDE>(from + k);
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) values[k + i] = T(group[i]);
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_row(Complex<T> (&values)[COUNT], const Complex<T>* from) {
+  T parts[2 * COUNT];
+  load_row(parts, reinterpret_cast<const T*>(from));
+  UNROLL
+  for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);
+}
+
+template <int COUNT, typename To, typename T>
+__device__ __forceinline__ void store_row(To* to, const T (&values)[COUNT]) {
+  constexpr int WIDE = COUNT * int(sizeof(To)) < 16 ? COUNT : 16 / int(sizeof(To));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    Vector<To, WIDE> group;
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) group[i] = To(values[k + i]);
+    store_vector(to + k, group);
+  }
+}
+
+// FOUR of a tensor's numbers that were copied.
+template <typename N>
+__device__ __forceinline__ void load_four(N (&numbers)[FOUR], const unsigned char* row, int k, DType dtype) {
+  with_type<N>(dtype, [&]<typename From>() { load_row(numbers, reinterpret_cast<const From*>(row) + k); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// How the work is cut, and where a block's shared memory has what, in bytes.
+struct Plan {
+  int channels, lanes, padded;      // channels of a block, threads of a channel, states that these have
+  int64_t share;                    // neighbouring channels that have the same groups of B and of C
+  int u, delta, z, B, C;            // as they were copied: [channel or state][step]
+  int lengths, inputs, b, c, sums;  // as the walk reads and writes them, FOUR steps together
+  int bytes;
+};
+
+// grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c
+template <typename N, Method M, int S>
+__global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
+    selective_scan(Rows<3> u,                       // [batch, channels, seq]
+                   Rows<3> delta,                   // [batch, channels, seq]
+                   View<const N, 2> A,              // [channels, states]
+                   Rows<4> B,                       // [batch, groups, states, seq], or with 1 for seq
+                   Rows<4> C,                       // likewise
+                   View<const Real<N>, 1> D,        // [channels], or empty
+                   Rows<3> z,                       // [batch, channels, seq], or empty
+                   View<const Real<N>, 1> bias,     // [channels], or empty
+                   View<const N, 3> initial_state,  // [batch, channels, states], or empty
+                   Rows<3> y,                       // [batch, channels, seq]
+                   View<N, 3> last_state,           // [batch, channels, states]
+                   View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK
+                   bool with_softplus, Plan plan) {
+  using T = Real<N>;
+  constexpr int TILE = STEPS<N>;
+  DYNAMIC_SHARED(unsigned char, shared);
+  T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);  // dt: [four][channel][step]
+  T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);    // u, likewise
+  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);         // [four][part][step][state]
+  N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [four][thread][step]
+
+  const unsigned channels = unsigned(u.size[1]), pieces = unsigned(ceil_div(plan.share, plan.channels));
+  const unsigned shares = channels / unsigned(plan.share), piece = blockIdx.x % pieces, share = blockIdx.x / pieces;
+  const int64_t seq = u.size[2], batch = share / shares, first = int64_t(piece) * plan.channels;
+  const int64_t channel0 = share % shares * plan.share + first;
+  const int rows = int(min(plan.share - first, int64_t(plan.channels)));
+  const int states = int(A.size[1]), threads = blockDim.x;
+  const int c = threadIdx.x % unsigned(plan.channels), part = threadIdx.x / unsigned(plan.channels), state0 = part * S;
+  const int64_t channel = channel0 + c;
+  const bool walks = part < plan.lanes, present = walks && c < rows;
+  const int pitch_bc = plan.lanes * RECORD<S>, pitch_held = pitch_bc + 16 / int(sizeof(N));
+  const int pitch_sums = (plan.lanes * plan.channels + 1) * FOUR;
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;  // for all time
+
+  // Where the block's rows begin.
+  const auto of_channels = [&](const Rows<3>& x) { return x.data + batch * x.stride[0] + channel0 * x.stride[1]; };
+  const auto of_states = [&](const Rows<4>& x, int64_t of_channel) {
+    const unsigned in_group = channels / unsigned(x.size[1]);
+    return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
+  };
+
+  // What holds for all time is there from the beginning, a row for each channel, the same FOUR times.
+  const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+    if (!walks) return;
+    const unsigned char* from = of_states(x, channel);
+#pragma unroll 1
+    for (int j = state0; j < state0 + S; ++j) {
+      N number = 0;
+      if (present && j < states) {
+        with_type<N>(x.dtype,
+                     [&]<typename From>() { number = N(*reinterpret_cast<const From*>(from + j * x.stride[2])); });
+      }
+      for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;
+    }
+  };
+  // A tile of time comes by groups or number by number: what it is walked with, and late, when it has been, the gates.
+  __shared__ Numbers singly[5];
+  const bool gated = z.size[0] > 0;
+  int count = 0;
+  const auto add = [&](const auto& x, const unsigned char* first, int tile, int height, int there, bool late) {
+    if (x.wide || height == 0) return;
+    constexpr int D = sizeof(x.size) / sizeof(int64_t);
+    if (threadIdx.x == 0) {
+      singly[count] = {first, x.stride[D - 2], x.stride[D - 1], tile, x.pitch, height, there, x.bytes, late};
+    }
+    ++count;
+  };
+  const int rows_b = holds_b ? 0 : plan.padded, rows_c = holds_c ? 0 : plan.padded, rows_z = gated ? plan.channels : 0;
+  add(u, of_channels(u), plan.u, plan.channels, rows, false);
+  add(delta, of_channels(delta), plan.delta, plan.channels, rows, false);
+  add(B, of_states(B, channel0), plan.B, rows_b, states, false);
+  add(C, of_states(C, channel0), plan.C, rows_c, states, false);
+  add(z, of_channels(z), plan.z, rows_z, rows, true);
+  const Groups u_groups(u, of_channels(u), shared + plan.u),
+      delta_groups(delta, of_channels(delta), shared + plan.delta);
+  const Groups b_groups(B, of_states(B, channel0), shared + plan.B),
+      c_groups(C, of_states(C, channel0), shared + plan.C);
+  const Groups z_groups(z, of_channels(z), shared + plan.z);
+  const auto fetch_inputs = [&](int64_t t) {
+    const int steps = int(min(seq - t, int64_t(TILE)));
+    if (u.wide) u_groups.fetch(u, plan.channels, rows, t, steps);
+    if (delta.wide) delta_groups.fetch(delta, plan.channels, rows, t, steps);
+    if (B.wide) b_groups.fetch(B, rows_b, states, t, steps);
+    if (C.wide) c_groups.fetch(C, rows_c, states, t, steps);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (!singly[i].late) singly[i].fetch<TILE>(shared, t, steps);
+    }
+  };
+  const auto fetch_gates = [&](int64_t t, int steps) {
+    if (!gated) return;
+    if (z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+    else singly[count - 1].fetch<TILE>(shared, t, steps);
+  };
+
+  // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
+  const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
+  const auto prepare_steps = [&](int steps) {
+#pragma unroll 1
+    for (int k = part; k < TILE / FOUR && walks; k += plan.lanes) {
+      T dt[FOUR], input[FOUR];
+      load_four(dt, shared + plan.delta + c * delta.pitch, k * FOUR, delta.dtype);
+      load_four(input, shared + plan.u + c * u.pitch, k * FOUR, u.dtype);
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) dt[i] += bias_of_channel;
+      if (with_softplus) {
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = softplus(dt[i]);
+      }
+      if (steps < TILE) {  // past the end, where u is 0, a step of no length changes nothing
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = k * FOUR + i < steps ? dt[i] : T(0);
+      }
+      store_row(lengths + (k * plan.channels + c) * FOUR, dt);
+      store_row(inputs + (k * plan.channels + c) * FOUR, input);
+    }
+  };
+  // Neighbouring threads take neighbouring states, each FOUR steps.
+  const unsigned padded = plan.padded;
+  const int first_state = threadIdx.x % padded, first_four = threadIdx.x / padded;
+  const int more_states = threads % padded, more_fours = threads / padded;
+  const auto prepare_states = [&](const Rows<4>& x, const unsigned char* from, N* tile, T factor) {
+    int j = first_state, k = first_four;
+#pragma unroll 1
+    while (k < TILE / FOUR) {
+      N numbers[FOUR];
+      load_four(numbers, from + j * x.pitch, k * FOUR, x.dtype);
+      N* to = tile + k * pitch_bc + j / S * RECORD<S> + j % S;
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) to[i * S] = numbers[i] * factor;
+      j += more_states, k += more_fours;
+      if (j >= plan.padded) j -= plan.padded, ++k;
+    }
+  };
+  // y, in rows again: FOUR steps of a channel at a time.
+  const auto finish = [&](int64_t t0, int steps) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (TILE / FOUR); i += threads) {
+      const int row = i / (TILE / FOUR), k = i % (TILE / FOUR) * FOUR;
+      if (k >= steps) continue;
+      T results[FOUR] = {};
+#pragma unroll 2
+      for (int n = 0; n < plan.lanes; ++n) {
+        T parts[FOUR];
+        load_row(parts, sums + k / FOUR * pitch_sums + (n * plan.channels + row) * FOUR);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) results[m] += parts[m];
+      }
+      if (z.size[0]) {
+        T gates[FOUR];
+        load_four(gates, shared + plan.z + row * z.pitch, k, z.dtype);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) results[m] *= silu(gates[m]);
+      }
+      unsigned char* to = of_channels(y) + row * y.stride[1] + (t0 + k) * y.stride[2];
+      with_type<T>(y.dtype, [&]<typename To>() {
+        if (y.wide && k + FOUR <= steps) {
+          store_row(reinterpret_cast<To*>(to), results);
+        } else {
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) {
+            if (k + m < steps) *reinterpret_cast<To*>(to + m * y.stride[2]) = To(results[m]);
+          }
+        }
+      });
+    }
+  };
+
+  State<N, M> state[S];
+  UNROLL
+  for (int j = 0; j < S; ++j) {
+    if (!present || state0 + j >= states) continue;
+    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), A(channel, state0 + j));
+  }
+  const auto keep = [&](N* to) {  // to: the channel's states in memory
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (present && state0 + j < states) to[state0 + j] = state[j].h;
+    }
+  };
+  const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
+  if (holds_b) hold(B, tile_b, 1);
+  if (holds_c) hold(C, tile_c, PARTS<N>);
+
+  for (int64_t t0 = -TILE; t0 < seq; t0 += TILE) {  // at first there is nothing but a tile to come
+    const int steps = t0 < 0 ? 0 : int(min(seq - t0, int64_t(TILE)));
+    if (steps > 0) {
+      prepare_steps(steps);
+      if (!holds_b) prepare_states(B, shared + plan.B, tile_b, 1);
+      if (!holds_c) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
+    }
+    __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
+    if (t0 + TILE < seq) fetch_inputs(t0 + TILE);
+    if (steps > 0) fetch_gates(t0, steps);
+    async_commit();
+    if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));
+
+    const N* b = tile_b + (holds_b ? c * pitch_held : 0) + part * RECORD<S>;
+    const N* of_c = tile_c + (holds_c ? c * pitch_held : 0) + part * RECORD<S>;
+    const T *dt_of = lengths + c * FOUR, *u_of = inputs + c * FOUR;
+    T* sum_of = sums + threadIdx.x * FOUR;
+#pragma unroll 1
+    for (int k = 0; k < steps && walks; k += FOUR) {
+      T dt[FOUR], input[FOUR], sum[FOUR];
+      load_row(dt, dt_of), load_row(input, u_of);
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) {
+        N b_row[S], c_row[S];
+        load_row(b_row, b + i * S), load_row(c_row, of_c + i * S);
+        const T over_dt = DIVIDES<M> ? reciprocal(dt[i]) : T(0);
+        sum[i] = d * input[i];
+        UNROLL
+        for (int j = 0; j < S; ++j) {
+          state[j].step(dt[i], over_dt, input[i], b_row[j]);
+          sum[i] = add_seen(sum[i], c_row[j], state[j].h);
+        }
+      }
+      store_row(sum_of, sum);
+      dt_of += plan.channels * FOUR, u_of += plan.channels * FOUR, sum_of += pitch_sums;
+      b += holds_b ? 0 : pitch_bc, of_c += holds_c ? 0 : pitch_bc;
+    }
+    async_wait<0>();
+    __syncthreads();  // the sums are there, the next tile and the gates; nobody needs what was prepared any more
+    finish(t0, steps);
+  }
+  keep(&last_state(batch, channel, 0));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+template <typename N, int S>
+Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>& C, bool gated) {
+  using T = Real<N>;
+  Plan plan{};
+  const int64_t channels = u.size[1];
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;
+  plan.share = std::gcd(holds_b ? channels : channels / B.size[1], holds_c ? channels : channels / C.size[1]);
+  plan.lanes = std::max(1, int(ceil_div(states, S)));
+  plan.padded = plan.lanes * S;
+  const int most = std::max(FEW_THREADS / plan.lanes, std::min(CHANNELS, MOST_THREADS / plan.lanes));
+  plan.channels = int(std::min(int64_t(most), plan.share));
+  const auto take = [&plan](int bytes) {
+    const int at = plan.bytes;
+    plan.bytes += int(ceil_div(bytes, 16)) * 16;
+    return at;
+  };
+  const auto copied = [&](const auto& x, int rows) { return take(rows * Rows(x, STEPS<N>).pitch); };
+  plan.u = copied(u, plan.channels), plan.delta = copied(u, plan.channels);
+  plan.z = gated ? copied(u, plan.channels) : 0;
+  plan.B = holds_b ? 0 : copied(B, plan.padded), plan.C = holds_c ? 0 : copied(C, plan.padded);
+  plan.lengths = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  plan.inputs = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  const int record = plan.lanes * RECORD<S> * int(sizeof(N));
+  const int held = plan.channels * (record + 16), moving = STEPS<N> / FOUR * record;
+  plan.b = take(holds_b ? held : moving), plan.c = take(holds_c ? held : moving);
+  plan.sums = take(STEPS<N> * (plan.channels * plan.lanes + 1) * int(sizeof(T)));
+  return plan;
+}
+
+// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
+template <typename Body>
+void with_method(int method, Body&& body) {
+  switch (Method(method)) {
+    case Method::mamba: return body.template operator()<Method::mamba>();
+    case Method::foh: return body.template operator()<Method::foh>();
+    case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+    case Method::zoh: return body.template operator()<Method::zoh>();
+    case Method::highorder: return body.template operator()<Method::highorder>();
+    case Method::poly: return body.template operator()<Method::poly>();
+    case Method::rk4: return body.template operator()<Method::rk4>();
+    case Method::dirac: return body.template operator()<Method::dirac>();
+    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
+  }
+}
+
+// What is computed with: the type of A, of which there are as many as of the states.
+template <typename Body>
+void with_numbers(DType dtype, Body&& body) {
+  if (dtype == DType::float32) return body.template operator()<float>();
+#if !defined(FLOAT_ONLY)
+  if (dtype == DType::float64) return body.template operator()<double>();
+  if (dtype == DType::complex64) return body.template operator()<Complex<float>>();
+  if (dtype == DType::complex128) return body.template operator()<Complex<double>>();
+#endif
+  throw std::invalid_argument(std::string("this kernel does not compute with ") + name_of(dtype));
+}
+
+void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C, Input<1> D, Input<3> z,
+                    Input<1> delta_bias, Input<3> initial_state, Output<3> y, Output<3> last_state, Output<4> states,
+                    bool delta_softplus, int method, int states_of_a_lane, Stream stream) {
+  if (u.size[0] == 0 || u.size[1] == 0) return;
+  with_numbers(A.dtype, [&]<typename N>() {
+    using T = Real<N>;
+    with_method(method, [&]<Method M>() {
+      const auto run = [&]<int S>() {
+        const Plan plan = make_plan<N, S>(u, int(A.size[1]), B, C, z.size[0] > 0);
+        const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
+        launch<selective_scan<N, M, S>>({u.size[0] * (u.size[1] / plan.share) * ceil_div(plan.share, plan.channels)},
+                                        dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32),
+                                        size_t(plan.bytes), stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C),
+                                        D.as<T>(), rows(z), delta_bias.as<T>(), initial_state.as<N>(), rows(y),
+                                        last_state.as<N>(), states.as<N>(), delta_softplus, plan);
+      };
+      if constexpr (!std::is_same_v<N, float>) {
+        run.template operator()<2>();
+      } else {
+        if constexpr (!DIVIDES<M>) {
+          if (states_of_a_lane == 8) return run.template operator()<8>();
+        }
+        run.template operator()<4>();
+      }
+    });
+  });
+}

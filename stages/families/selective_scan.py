@@ -1,0 +1,584 @@
+"""The selective scan of state-space models: n states a channel, whose step, input and output the sequence itself makes.
+
+    h' = A h + B u     over a step of length dt = delta, or softplus(delta + delta_bias), discretized by a method:
+    h_t = A_bar_t h_(t-1) + gain_t B_t u_t                       foh: + gain_prev_t B_(t-1) u_(t-1), where u_0 = 0
+    y_t = (sum_n C_t h_t + D u_t) silu(z_t)                      complex A: 2 Re sum_n C_t h_t
+
+With z = dt A, phi_1 = (e^z - 1) / z and phi_2 = (e^z - 1 - z) / z^2:
+
+    method            A_bar                     gain / dt
+    mamba             e^z                       1             Mamba's operator
+    zoh               e^z                       phi_1         exact for an input held constant between samples
+    foh               e^z                       phi_2, and phi_1 - phi_2 of the input before: exact for a linear one
+    bilinear          (1 + z/2) / (1 - z/2)     1 / (1 - z/2)
+    backward_euler    1 / (1 - z)               1 / (1 - z)
+    highorder         e^z                       1 + z/2                        phi_1 to degree 1,
+    poly              e^z                       1 + z/2 + z^2/6                2,
+    rk4               e^z                       1 + z/2 + z^2/6 + z^3/24       and 3: of no use where abs(z) > 1
+    dirac             e^z                       1 / dt        impulses: the input is added as it is
+
+A state decays by what delta says, which is made of the input: the model chooses what it keeps. A, B and C are real or
+complex. B and C hold for all time, [d, n], or change with it: [B, n, T] for all channels, or [B, g, n, T] for groups of
+d / g channels each.
+
+**Padding** is neutral: a step that is not there has dt = 0 after bias and softplus, and not before.
+
+**What a backward needs**: the states before every CHUNK of steps, from which it makes those between anew. Of all states
+of all steps, [B, d, n, T], nothing is ever stored.
+
+Gu and Dao, Mamba: linear-time sequence modeling with selective state spaces, 2023, https://arxiv.org/abs/2312.00752.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stages.families import (
+    FLOATING,
+    Choice,
+    Work,
+    accumulator,
+    check_tensor,
+    listing,
+    random,
+    scan,
+    shape,
+    unit_roundoff,
+    widened,
+)
+from stages.toolkit import operator
+from stages.toolkit.kernels import Kernels
+
+NAME = "selective_scan"
+CALL = (
+    "selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, "
+    "return_last_state=False, *, discretization_method='mamba', initial_state=None)"
+)
+ARGUMENTS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+OUTPUTS = ("y", "last_state")
+SIZES = ("B", "d", "n", "T")
+PROBLEMS = (
+    (2, 32, 16, 64),
+    (2, 35, 5, 37),
+    (1, 3, 17, 130),
+    (1, 2, 64, 20),
+    (3, 1, 1, 1),
+    (2, 3, 4, 0),
+    (2, 3, 0, 5),
+    (0, 3, 4, 5),
+    (2, 0, 4, 5),
+)
+XRAY = (1, 32, 16, 64)
+BENCH = {"cpu": ((1, 64, 16, 128),), "cuda": ((8, 2048, 16, 2048), (1, 4096, 16, 16384))}
+SWEEP = {
+    "cpu": tuple((1, 32, 16, 1 << n) for n in range(5, 10)),
+    "cuda": tuple((1, 2048, 16, 1 << n) for n in range(8, 17, 2)),
+}
+DTYPES = FLOATING
+COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+# What real tensors may have beside u: what is summed in, or u's own dtype.
+REALS = {dtype: tuple(dict.fromkeys((accumulator(dtype), dtype))) for dtype in FLOATING}
+INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps, of all states at a time
+
+METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
+SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
+MOST_STATES = 256  # of a channel
+CHUNK = 128  # steps: what the states are before each of them is kept for the backward
+
+
+def states_of_a_lane(u: Tensor, A: Tensor) -> int:
+    """How many states of a channel a lane of a stage's kernel has, unless the stage says something else."""
+    return 4
+
+
+def define(
+    name: str, kernels: Kernels, *, backward: bool = True, states_of_a_lane: Callable[[Tensor, Tensor], int]
+) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """Register the operator of a stage and return its public function.
+
+    The operator gives y, the last state, and for a backward the states before every CHUNK of steps (none where nobody
+    asks for gradients). The kernel knows B and C as [B, groups, n, T]; what holds for all time has a group for each
+    channel and T = 1. A, D, delta_bias and states are float32 for 16-bit u; what is not there is an empty tensor.
+
+    Args:
+        name: Of the operator.
+        kernels: The modules of the stage.
+        backward: Whether they have one.
+        states_of_a_lane: How many states a lane is to have, for u and A.
+    """
+
+    def run(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=None,
+        z=None,
+        delta_bias=None,
+        initial_state=None,
+        delta_softplus=False,
+        method=0,
+        save=True,
+    ) -> tuple[Tensor, ...]:
+        results = fake(u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus, method, save)
+        given = (u, delta, A, in_groups(B, u), in_groups(C, u), *present(u, A, D, z, delta_bias, initial_state))
+        options = (delta_softplus, method, states_of_a_lane(u, A))
+        kernels.launch("selective_scan", u.device, *given, *results, *options)
+        return results
+
+    def fake(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=None,
+        z=None,
+        delta_bias=None,
+        initial_state=None,
+        delta_softplus=False,
+        method=0,
+        save=True,
+    ) -> tuple[Tensor, ...]:
+        of_states = (u.shape[0], *A.shape)
+        chunks = -(-u.shape[2] // CHUNK) if save else 0
+        y = operator.empty(u.shape, like=u)
+        return y, operator.empty(of_states, like=A), operator.empty((chunks, *of_states), like=A)
+
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[2])
+
+    def differentiate(ctx, dy: Tensor, dlast: Tensor, _states) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+
+    compute = operator.register(
+        name,
+        "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+        "Tensor? delta_bias=None, Tensor? initial_state=None, bool delta_softplus=False, int method=0, bool save=True)"
+        " -> (Tensor y, Tensor last_state, Tensor states)",
+        run,
+        fake=fake,
+        setup_context=setup_context,
+        backward=differentiate,
+    )
+
+    def selective_scan(
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        *,
+        discretization_method: str = "mamba",
+        initial_state: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The selective scan h[t] = A_bar[t] h[t - 1] + gain[t] B[t] u[t], y = (sum C h + D u) silu(z), in one kernel.
+
+        A_bar and gain are what a method makes of A and the step dt = delta: with "mamba", exp(dt A) and dt, as in
+        Mamba, whose function this one can stand in for. Computed in float32, for float64 in float64.
+
+        Args:
+            u: [B, d, T], the input; float64, float32, float16 or bfloat16, on a CPU or a CUDA device. Any strides, 0
+                included, here and in all that follow.
+            delta: [B, d, T], of u's dtype and device: the length of each step, or what softplus makes it of.
+            A: [d, n], n <= 256: float32, in float64 float64, or u's dtype; or complex64, in float64 complex128.
+            B: [d, n], [B, n, T], or [B, g, n, T] where g divides d and channel i belongs to group i g // d. u's dtype
+                or float32; complex if A is. Where it varies in time, real pairs (re, im) along time are taken for
+                complex numbers: [B, n, 2 T].
+            C: Likewise; it need not be like B.
+            D: [d]: how much of u goes past the states. None: nothing.
+            z: [B, d, T], of u's dtype: the output is multiplied by silu(z). None: by 1.
+            delta_bias: [d]: is added to delta before the softplus. None: nothing is.
+            delta_softplus: Whether dt is softplus(delta + delta_bias).
+            return_last_state: Whether to return the states after the last step, too.
+            discretization_method: "mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac" or
+                "backward_euler". "foh" takes the input before the first step for 0. "highorder", "poly" and "rk4" are
+                series, which mean nothing where abs(dt A) > 1.
+            initial_state: [B, d, n]: the states before the first step, complex if A is. None: zeros.
+
+        Returns:
+            y, [B, d, T], of u's dtype and contiguous; with return_last_state also the last states, [B, d, n], float32
+            (float64, complex64, complex128), which are `initial_state` of the steps that follow.
+
+        Raises:
+            TypeError: A tensor is none, is not dense, or has another dtype than those above, or an option is of the
+                wrong type.
+            ValueError: A tensor has another number of dimensions, the sizes do not fit each other, the devices differ,
+                or the method is unknown.
+            NotImplementedError: The stage has no backward. The text names the stage that has one.
+            KernelFault: The CPU device caught the kernel doing what it may not.
+
+        Example:
+            >>> import math, stages, torch
+            >>> u = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
+            >>> one, A = torch.ones(1, 1), torch.full((1, 1), -math.log(2))  # what a state has left of itself: a half
+            >>> stages.load("selective_scan").selective_scan(u, torch.ones(1, 1, 4), A, one, one)
+            tensor([[[1.0000, 0.5000, 0.2500, 2.1250]]])
+        """
+        options = dict(discretization_method=discretization_method, initial_state=initial_state)
+        check(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **options)
+        sums = accumulator(u.dtype)
+        numbers = COMPLEX_OF[sums] if A.is_complex() else sums
+        if A.is_complex():
+            B, C = paired(B, u, A), paired(C, u, A)
+        A, initial_state = of_type(A, numbers), of_type(initial_state, numbers)
+        D, delta_bias = of_type(D, sums), of_type(delta_bias, sums)
+        tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+        save = backward and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        y, last, _ = compute(*tensors, delta_softplus, METHODS.index(discretization_method), save)
+        return (y, last) if return_last_state else y
+
+    return selective_scan
+
+
+def in_groups(x: Tensor, u: Tensor) -> Tensor:
+    """B or C as [B, groups, n, T], by a view; T is 1, and there is a group for each channel, if it holds for all."""
+    if x.dim() == 2:
+        return x[None, :, :, None].expand(u.shape[0], -1, -1, -1)
+    return x.unsqueeze(1) if x.dim() == 3 else x
+
+
+@cache
+def absent(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the kernel gets for an argument that is not there."""
+    return torch.empty((0,) * rank, dtype=dtype, device=device)
+
+
+def present(
+    u: Tensor, A: Tensor, D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The arguments, and empty tensors for those that are not there."""
+    device, sums = u.device, accumulator(u.dtype)
+    return (
+        absent(1, sums, device) if D is None else D,
+        absent(3, u.dtype, device) if z is None else z,
+        absent(1, sums, device) if delta_bias is None else delta_bias,
+        absent(3, A.dtype, device) if initial_state is None else initial_state,
+    )
+
+
+def of_type(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x in that dtype; where it has it, `to` would take a microsecond."""
+    return x if x is None or x.dtype is dtype else x.to(dtype)
+
+
+def paired(x: Tensor, u: Tensor, A: Tensor) -> Tensor:
+    """B or C as complex numbers, if A is complex and x has real pairs (re, im) along time instead."""
+    if x.is_complex() or not A.is_complex():
+        return x
+    pairs = x.to(accumulator(u.dtype)).unflatten(-1, (u.shape[2], 2))
+    return torch.complex(pairs[..., 0], pairs[..., 1])
+
+
+def check(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    discretization_method: str = "mamba",
+    initial_state: Tensor | None = None,
+) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the selective scan of these makes sense."""
+    check_tensor(CALL, "u", u, 3)
+    sums, device = accumulator(u.dtype), u.device
+    reals, numbers = REALS[u.dtype], REALS[u.dtype] + (COMPLEX_OF[sums],)
+    check_one("A", A, 2, numbers, device)
+    turns = A.is_complex()
+    own, of_states = (u.dtype,), numbers[-1:] if turns else reals
+    check_one("delta", delta, 3, own, device)
+    for name, value in (("B", B), ("C", C)):
+        if not (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
+            check_tensor(CALL, name, value, None, numbers if turns else reals)
+            count = f"{value.dim()} dimension{'' if value.dim() == 1 else 's'}"
+            raise ValueError(f"{CALL}: {name} has {count} {shape(value)}; allowed: 2, 3 or 4")
+        check_one(name, value, value.dim(), numbers if turns else reals, device)
+        if turns and value.dim() == 2 and not value.is_complex():
+            raise TypeError(
+                f"{CALL}: {name} has dtype {value.dtype}, holds for all time and A is complex; allowed: {numbers[-1]}"
+            )
+    if D is not None:
+        check_one("D", D, 1, reals, device)
+    if z is not None:
+        check_one("z", z, 3, own, device)
+    if delta_bias is not None:
+        check_one("delta_bias", delta_bias, 1, reals, device)
+    if initial_state is not None:
+        check_one("initial_state", initial_state, 3, of_states, device)
+    for name, option in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
+        if not isinstance(option, bool):
+            raise TypeError(f"{CALL}: {name} must be True or False, got {type(option).__name__}")
+    if not isinstance(discretization_method, str):
+        raise TypeError(f"{CALL}: discretization_method must be a str, got {type(discretization_method).__name__}")
+    if discretization_method not in METHODS:
+        raise ValueError(
+            f"{CALL}: discretization_method is {discretization_method!r}; allowed: "
+            f"{listing([repr(m) for m in METHODS])}"
+        )
+    size = u.shape
+    batch, channels, seq = size
+    for name, value in (("delta", delta), ("z", z)):
+        if value is not None and value.shape != size:
+            raise ValueError(f"{CALL}: {name} is {shape(value)} and u is {shape(u)}; allowed: the same shape for both")
+    if A.shape[0] != channels:
+        raise ValueError(f"{CALL}: A is {shape(A)} and u is {shape(u)}; allowed: (d, n), here ({channels}, n)")
+    states = A.shape[1]
+    if states > MOST_STATES:
+        raise ValueError(f"{CALL}: A is {shape(A)}; allowed: (d, n) with n <= {MOST_STATES}")
+    for name, value in (("B", B), ("C", C)):
+        found, rank = value.shape, value.dim()
+        pairs = turns and not value.is_complex()
+        steps = 2 * seq if pairs else seq
+        groups = found[1] if rank == 4 else 1
+        allowed = (
+            (channels, states) if rank == 2 else (batch, states, steps) if rank == 3 else (batch, groups, states, steps)
+        )
+        if found != allowed:
+            what = {2: "(d, n)", 3: "(B, n, T)", 4: "(B, g, n, T)"}[rank].replace("T", "2 T" if pairs else "T")
+            raise ValueError(
+                f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {what}, "
+                f"here {allowed}"
+            )
+        if rank == 4 and (channels % groups if groups else channels):
+            raise ValueError(
+                f"{CALL}: {name} is {shape(value)} and u is {shape(u)}; allowed: a number of groups that divides d, "
+                f"here {channels}"
+            )
+    for name, value, letters, allowed in (
+        ("D", D, "(d,)", (channels,)),
+        ("delta_bias", delta_bias, "(d,)", (channels,)),
+        ("initial_state", initial_state, "(B, d, n)", (batch, channels, states)),
+    ):
+        if value is not None and value.shape != allowed:
+            raise ValueError(
+                f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {letters}, "
+                f"here {allowed}"
+            )
+
+
+def check_one(name: str, value: object, rank: int, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """`check_tensor`, and that it is on the device of u; quick where all is well."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype in dtypes
+        and value.device == device
+        and value.layout is torch.strided
+        and value.dim() == rank
+    ):
+        return
+    check_tensor(CALL, name, value, rank, dtypes)
+    raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {device}; allowed: the same for both")
+
+
+FASTEST = ("51_selective_scan",)
+
+
+def choose(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    discretization_method: str = "mamba",
+    initial_state: Tensor | None = None,
+) -> Choice:
+    """There is one."""
+    options = dict(discretization_method=discretization_method, initial_state=initial_state)
+    check(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **options)
+    return Choice(FASTEST[0], "the only one")
+
+
+def make(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    *,
+    discretization_method: str = "mamba",
+) -> tuple[Tensor | bool, ...]:
+    """Normal u, B, C and D, softplus and the last state; steps of about 0.1, states that decay or turn.
+
+    Normal z, too, but with "mamba", which is measured as others have measured theirs.
+
+    As in a model, A, D and delta_bias of 16-bit u are float32. For complex64 u is float32, and A, B and C are complex.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    batch, channels, states, seq = (sizes[name] for name in SIZES)
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    sums = accumulator(real)
+
+    def normal(*size: int) -> Tensor:
+        return random(size, torch.float64, generator)
+
+    u, delta = (normal(batch, channels, seq) for _ in range(2))
+    A = -(0.5 * normal(channels, states)).exp() * (1 + torch.arange(states, device=generator.device) % 16)
+    if discretization_method in SERIES:
+        A = A / 16
+    B, C = (normal(batch, states, seq) for _ in range(2))
+    if dtype.is_complex:
+        A = torch.complex(0.5 * A, 3 * normal(channels, states))
+        B, C = (torch.complex(x, normal(batch, states, seq)) for x in (B, C))
+    D, delta_bias = normal(channels), normal(channels) - 2
+    z = None if discretization_method == "mamba" else normal(batch, channels, seq).to(real)
+    u, delta = (x.to(real) for x in (u, delta))
+    A, B, C = A.to(dtype if dtype.is_complex else sums), B.to(dtype), C.to(dtype)
+    return u, delta, A, B, C, D.to(sums), z, delta_bias.to(sums), True, True
+
+
+def phi(order: int, z: Tensor) -> Tensor:
+    """phi_1 = (e^z - 1) / z and phi_2 = (e^z - 1 - z) / z^2, near 0 by their series; in float64 or complex128."""
+    small = z.abs() < 1
+    near, far = torch.where(small, z, 0), torch.where(small, 1, z)
+    series = torch.zeros_like(z)
+    for k in reversed(range(20)):
+        series = series * near + 1 / math.factorial(k + order)
+    closed = (far.exp() - 1) / far if order == 1 else (far.exp() - 1 - far) / far**2
+    return torch.where(small, series, closed)
+
+
+def discretized(A: Tensor, dt: Tensor, method: str) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A_bar, the factor of the input before (foh alone) and that of the input, for dt [T, B, d, 1] and A [d, n]."""
+    z = dt * A
+    one = torch.ones_like(z)
+    if method == "bilinear":
+        return (1 + z / 2) / (1 - z / 2), None, dt / (1 - z / 2)
+    if method == "backward_euler":
+        return 1 / (1 - z), None, dt / (1 - z)
+    if method == "foh":
+        return z.exp(), dt * (phi(1, z) - phi(2, z)), dt * phi(2, z)
+    gain = {
+        "mamba": lambda: dt * one,
+        "zoh": lambda: dt * phi(1, z),
+        "highorder": lambda: dt * (1 + z / 2),
+        "poly": lambda: dt * (1 + z / 2 + z**2 / 6),
+        "rk4": lambda: dt * (1 + z / 2 + z**2 / 6 + z**3 / 24),
+        "dirac": lambda: one,
+    }[method]
+    return z.exp(), None, gain()
+
+
+def over_time(x: Tensor, u: Tensor) -> Tensor:
+    """B or C as [T or 1, B, d, n]."""
+    if x.dim() == 2:
+        return x[None, None]
+    x = in_groups(x, u)
+    return x.repeat_interleave(u.shape[1] // x.shape[1] if x.shape[1] else 1, 1).permute(3, 0, 1, 2)
+
+
+def reference(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    discretization_method: str = "mamba",
+    initial_state: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y and the last states, step by step, in float64 of the values as they are given."""
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    u, delta, A, B, C, D, z, delta_bias, initial_state = (None if x is None else widened(x) for x in tensors)
+    B, C = (over_time(paired(x, u, A), u) for x in (B, C))
+    dt = delta if delta_bias is None else delta + delta_bias[:, None]
+    dt = torch.logaddexp(dt, torch.zeros_like(dt)) if delta_softplus else dt
+    a_bar, gain_before, gain = discretized(A, dt.permute(2, 0, 1)[..., None], discretization_method)
+    taken = B * u.permute(2, 0, 1)[..., None]
+    added = gain * taken
+    if gain_before is not None:
+        before = torch.cat((torch.zeros_like(taken[:1]), taken[:-1]))
+        added = added + gain_before * before
+    # With no steps the results have gradients, too, which are 0.
+    h = 0 * A.expand(u.shape[0], *A.shape) if initial_state is None else initial_state
+    states = []
+    for a_step, b_step in zip(a_bar.unbind(), added.unbind(), strict=True):
+        h = a_step * h + b_step
+        states.append(h)
+    seen = (torch.stack(states) if states else added) * C
+    y = (2 * seen.real if A.is_complex() else seen).sum(3).permute(1, 2, 0)
+    y = y if D is None else y + D[:, None] * u
+    y = y if z is None else y * F.silu(z)
+    return (y, h) if return_last_state else y
+
+
+def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, **options: object) -> dict[str, float]:
+    """How far each result may be from the truth, r = |x - ref| / |ref|. States are never rounded to 16 bits."""
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    allowed = 1e-5 * unit_roundoff(accumulator(real)) / unit_roundoff(torch.float32)
+    rounded = {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(real, allowed)
+    return {**dict.fromkeys(("y", *ARGUMENTS), rounded), "last_state": allowed}
+
+
+def incumbent(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    discretization_method: str = "mamba",
+    initial_state: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """All states of all steps, [B, d, n, T], as a tree of pairs of steps makes them; then what is seen of them."""
+    sums = accumulator(u.dtype)
+    batch, channels, seq = u.shape
+    B, C = (over_time(paired(x, u, A), u).permute(1, 2, 3, 0).to(A.dtype) for x in (B, C))  # [B or 1, d, n, T or 1]
+    wide = u.to(sums)
+    dt = delta.to(sums) if delta_bias is None else delta.to(sums) + delta_bias[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    coefficients = discretized(A[:, :, None], dt[:, :, None], discretization_method)
+    a_bar, gain_before, gain = coefficients
+    taken = B * wide[:, :, None]
+    added = gain * taken
+    if gain_before is not None:
+        added = added + gain_before * F.pad(taken, (1, 0))[..., :seq]
+    start = None if initial_state is None else initial_state.flatten(1)
+    h = scan.incumbent(a_bar.expand_as(added).flatten(1, 2), added.flatten(1, 2), start, time_dim=2)
+    h = h.unflatten(1, A.shape)
+    seen = (h * C).sum(2)
+    y = 2 * seen.real if A.is_complex() else seen
+    y = y if D is None else y + D[:, None] * wide
+    y = (y if z is None else y * F.silu(z.to(sums))).to(u.dtype)
+    if not return_last_state:
+        return y
+    if not seq:
+        return y, h.new_zeros((batch, *A.shape)) if initial_state is None else initial_state.clone()
+    return y, h[..., -1].clone()
+
+
+def work(sizes: Mapping[str, int], itemsize: int, *, discretization_method: str = "mamba") -> Work:
+    """For a state and step 6 operations and an exponential; u, delta, B, C, y and z, if there is one, moved once."""
+    batch, channels, states, seq = (sizes[name] for name in SIZES)
+    of_channels = 3 if discretization_method == "mamba" else 4
+    return Work(7 * batch * channels * states * seq, itemsize * batch * seq * (of_channels * channels + 2 * states))
