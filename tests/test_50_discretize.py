@@ -1,5 +1,6 @@
 """Stage 50, discretize."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def of(dtype: torch.dtype, x: Tensor) -> Tensor:
     return x.to(dtype if x.is_complex() or not dtype.is_complex else REAL_OF[dtype])
 
 
+def random_like(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same numbers on each device."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(x.shape, generator=generator, dtype=widened(x).dtype).to(x) for x in tensors]
+
+
 class TestDiscretize(StageCases):
     stage = stages.load("50")
     odd = (2, 5, 3, 7)
@@ -70,21 +77,22 @@ class TestDiscretize(StageCases):
         """The factors and the gradients of A and delta."""
         A, delta = (x.detach().requires_grad_() for x in (A, delta))
         factors = (function or self.stage.discretize)(A, delta, **options)
-        if grads is None:
-            generator = torch.Generator().manual_seed(1)  # the same numbers on each device
-            grads = [torch.randn(x.shape, generator=generator, dtype=widened(x).dtype) for x in factors]
-        grads = [g.to(x) for g, x in zip(grads, factors, strict=True)]
+        grads = random_like(factors) if grads is None else grads
         return [*(x.detach() for x in factors), *torch.autograd.grad(factors, (A, delta), grads)]
 
     def compare(self, A: Tensor, delta: Tensor, grads: list[Tensor] | None = None, **options) -> None:
         """The factors and the gradients with float64."""
         allowed = discretization.tolerance({}, A.dtype, **options)
-        found = self.results(A, delta, grads, **options)
-        wide = None if grads is None else [widened(g) for g in grads]
+        grads = random_like(self.stage.discretize(A, delta, **options)) if grads is None else grads
+        found, wide = self.results(A, delta, grads, **options), [widened(g) for g in grads]
         truths = self.results(widened(A), widened(delta), wide, discretization.reference, **options)
-        for name, x, truth in zip((*OUTPUTS(**options), "A", "delta"), found, truths, strict=True):
+        # A sum of terms of both signs is as exact as they are: those of each element, before they are added up.
+        full = torch.broadcast_tensors(widened(A), widened(delta))
+        *sizes, of_a, of_delta = self.results(*full, wide, discretization.reference, **options)
+        sizes += [of_a.abs().sum_to_size(A.shape), of_delta.abs().sum_to_size(delta.shape)]
+        for name, x, truth, size in zip((*OUTPUTS(**options), "A", "delta"), found, truths, sizes, strict=True):
             assert x.dtype is (delta if name == "delta" else A).dtype and x.shape == truth.shape, name
-            assert relative_error(x, truth) <= allowed[name], name
+            assert (widened(x) - truth).norm() <= allowed[name] * size.norm(), name
 
     # ---- values
 
@@ -264,15 +272,15 @@ class TestDiscretize(StageCases):
     def test_a_constant_input_comes_to_rest_where_the_equation_does(self, method, dtype, device):
         """h = -(B / A) u, by every method but those that are not meant to."""
         A, delta = self.arguments((1, 1, 5, 4), dtype, device)
-        delta = delta[0, 0].clamp(0.1, 1)
+        delta = 4 * delta[0, 0].clamp(0.1, 1)
         *a_bar, gain = self.stage.discretize(A, delta, method=method)
         entering = gain + (a_bar[1] if method == "foh" else 0)
         h = torch.zeros_like(A)
         for _ in range(5000):
             h = a_bar[0] * h + entering
         assert (a_bar[0].abs() < 1).all()
-        error = relative_error(h, -1 / A)
-        assert error <= 1e-12 if method in ("zoh", "foh", "bilinear", "backward_euler") else error > 1e-4
+        error = (h * A + 1).abs().max()
+        assert error <= 1e-12 if method in ("zoh", "foh", "bilinear", "backward_euler") else error > 0.1
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
     def test_inputs_that_methods_are_exact_for(self, dtype, device):

@@ -35,7 +35,7 @@ stage = Stage(
     lesson="functions that are 0 / 0 where they are needed, and their derivatives",
     cost=cost,
     aligned=(1, 1, 1, WARP),  # the states of a channel, which have one delta, are a multiple of a warp
-    registers=96,
+    registers=64,
     dtypes=FLOATING + COMPLEX,
     options=tuple({"method": method} for method in discretization.METHODS),
 )
