@@ -485,10 +485,8 @@ def test_exercise_48(capsys):
 def test_exercise_50(capsys):
     kernel = lab.kernel("50")
     text = kernel.source.read_text()
-    start, end = (
-        text.index("  if (index >= A_bar.size[0])"),
-        text.index("  if constexpr (METHOD == Method::foh) gain_prev"),
-    )
+    start = text.index("  if (index >= A_bar.size[0])")
+    end = text.index("}\n\n// grid", start)  # of the forward kernel
     kept = {
         "({ceil_div(A_bar.size[0], THREADS)}": "({ceil_div(A.size[0] * A.size[2] * A.size[3], THREADS)}",
         text[start:end]: """
@@ -503,6 +501,7 @@ def test_exercise_50(capsys):
     const int64_t at = (index / inner * seq + t) * inner + index % inner;
     A_bar(at) = T(factor.a_bar);
     gain(at) = T(factor.gain);
+    if constexpr (METHOD == Method::foh) gain_prev(at) = T(factor.previous);
   }
 """,
     }

@@ -96,7 +96,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
         return results
 
     def fake(A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
-        size = torch.broadcast_shapes(A.shape, delta.shape)
+        size = torch.broadcast_tensors(A, delta)[0].shape  # broadcast_shapes takes several times as long
         return tuple(operator.empty(s, like=A) for s in (size, size if method == "foh" else (0,), size))
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -186,10 +186,9 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
 
 def four(x: Tensor, size: torch.Size) -> Tensor:
     """The tensor, expanded to a shape, as four dimensions: a view, unless there are more that strides do not join."""
-    x = x.expand(size)
     if len(size) <= 4:
-        return x[(None,) * (4 - len(size))]
-    return x.reshape(math.prod(size[:-3]), *size[-3:])
+        return x.expand((1,) * (4 - len(size)) + size)
+    return x.expand(size).reshape(math.prod(size[:-3]), *size[-3:])
 
 
 def check(A: Tensor, delta: Tensor, *, method: str) -> None:
