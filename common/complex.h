@@ -35,6 +35,15 @@ __host__ __device__ Complex<R> conj(Complex<R> x) {
   return {x.re, -x.im};
 }
 
+template <typename T>
+__host__ __device__ T real_part(T x) {
+  return x;
+}
+template <typename R>
+__host__ __device__ R real_part(Complex<R> x) {
+  return x.re;
+}
+
 template <>
 struct Traits<Complex<float>> {
   static constexpr DType dtype = DType::complex64;

@@ -84,9 +84,9 @@ struct Ends {
 template <typename T>
 __device__ __forceinline__ Ends<T> ends_of(const Exponent<T>& x) {
   using R = Real<T>;
-  constexpr double FAR = 1.5;
+  constexpr int FAR = 3;  // in halves
   const T z = x.z, half = R(0.5), one = R(1), two = R(2);
-  if (within(z, R(FAR))) {  // all from phi_3, as 0 is subtracted from nothing there
+  if (within(z, R(FAR / 2.))) {  // all from phi_3, as 0 is subtracted from nothing there
     const T three = series<3, FAR>(z), newer = z * three + half, d_newer = (z - two) * three + half;
     return {z * ((z - one) * three + half) + half, newer, newer + (z - one) * d_newer, d_newer};
   }

@@ -104,14 +104,17 @@ struct Series {
 }  // namespace detail
 
 // Where phi_N goes from its series to its formula, if nothing speaks for another place: the further out, the more terms
-// has the series; the nearer to 0, the more is lost in the formula, the more so the larger N is.
+// has the series; the nearer to 0, the more is lost in the formula, the more so the larger N is. In halves, as not every
+// compiler takes a template's number that is not whole.
 template <int N>
-constexpr double RADIUS = N == 1 ? 0.5 : N;
+constexpr int HALVES = N == 1 ? 1 : 2 * N;
+template <int N>
+constexpr double RADIUS = HALVES<N> / 2.;
 
-// phi_N by its series, for |z| < radius.
-template <int N, double radius = RADIUS<N>, typename R>
+// phi_N by its series, for |z| < RADIUS_IN_HALVES / 2.
+template <int N, int RADIUS_IN_HALVES = HALVES<N>, typename R>
 __device__ __forceinline__ R series(R z) {
-  constexpr int DEGREE = detail::degree<N, R>(radius);
+  constexpr int DEGREE = detail::degree<N, R>(RADIUS_IN_HALVES / 2.);
   constexpr detail::Series<N, DEGREE, R> coefficient;
   R sum = coefficient.term[DEGREE];
   UNROLL
@@ -121,9 +124,9 @@ __device__ __forceinline__ R series(R z) {
 
 // Coefficients that are real make half the work: what is left of the polynomial in a division by (x - z)(x - conj(z)),
 // all real, but for the last two steps.
-template <int N, double radius = RADIUS<N>, typename R>
+template <int N, int RADIUS_IN_HALVES = HALVES<N>, typename R>
 __device__ __forceinline__ Complex<R> series(Complex<R> z) {
-  constexpr int DEGREE = detail::degree<N, R>(radius);
+  constexpr int DEGREE = detail::degree<N, R>(RADIUS_IN_HALVES / 2.);
   constexpr detail::Series<N, DEGREE, R> coefficient;
   const R twice = 2 * z.re, square = z.re * z.re + z.im * z.im;
   R sum = coefficient.term[DEGREE], before = 0;

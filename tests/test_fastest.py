@@ -37,6 +37,11 @@ def results(function, arguments, asked, **options):
     return [*(x.detach() for x in found), *grads]
 
 
+def of_first(family):
+    """The options that the first stage of a family is tried with first."""
+    return stages.load(family.FASTEST[0]).options()[0]
+
+
 def agree(family, arguments, expected=None, **options):
     """The chosen stage is the expected one; what comes out is its own, bit for bit, and right.
 
@@ -275,6 +280,10 @@ def test_those_of_one_stage(device):
     family = FAMILIES["selective_scan"]
     arguments = family.make(dict(zip(family.SIZES, (1, 5, 7, 33), strict=True)), torch.float32, device)
     agree(family, arguments, "51")
+    family = FAMILIES["discretize"]
+    for dtype in family.DTYPES:
+        sizes = dict(zip(family.SIZES, (2, 5, 3, 7), strict=True))
+        agree(family, family.make(sizes, dtype, device), "50", method="foh")
 
 
 # ---- as the stages' own functions
@@ -297,6 +306,7 @@ def test_errors_are_those_of_the_stages_and_come_before_anything_is_built(monkey
         "vlstm": [((x[None],) * 3 + (x, x), {"eps": -1.0}), ((x[None],) * 5, {})],
         "selective_scan": [((x,) * 5, {}), ((x, x, two, x, x), {}), ((x, x, x[0], x, x), {"discretization_method": 1})],
         "ssm_adaptive_unitary": [((x,) * 8, {})],
+        "discretize": [((x, two), {"method": "zoh"}), ((x, x), {"method": "zhh"}), ((x, x), {"method": 1})],
     }
     assert set(cases) == set(stages.FUNCTIONS)
     monkeypatch.setattr(build, "ensure", lambda *_: pytest.fail("something is built"))
@@ -326,14 +336,14 @@ def test_what_the_chosen_stage_raises_is_raised(monkeypatch):
 @pytest.mark.parametrize("name", stages.FUNCTIONS)
 def test_compiles_without_a_graph_break(name, device):
     family = FAMILIES[name]
-    function = getattr(stages, name)
-    arguments = family.make(dict(zip(family.SIZES, family.PROBLEMS[1], strict=True)), torch.float32, device)
+    function, options = getattr(stages, name), of_first(family)
+    arguments = family.make(dict(zip(family.SIZES, family.PROBLEMS[1], strict=True)), torch.float32, device, **options)
     differentiable = all(stages.load(stage).gradients for stage in family.FASTEST)
     given = [x.requires_grad_(differentiable) if isinstance(x, torch.Tensor) else x for x in arguments]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
 
     def wave(*arguments):
-        return outputs(function(*arguments))[0].sin()
+        return outputs(function(*arguments, **options))[0].sin()
 
     torch.compiler.reset()
     compiled = torch.compile(wave, fullgraph=True, backend="aot_eager")
@@ -379,13 +389,13 @@ def test_the_choice_costs_less_than_half_a_call(device):
         return (time.perf_counter() - start) / repeats * 1e6
 
     for name, family in FAMILIES.items():
-        function = getattr(stages, name)
-        empty = family.make(dict.fromkeys(family.SIZES, 0), torch.float32, device)
-        own = getattr(stages.load(function.choose(*empty).stage), name)
-        own(*empty)
+        function, options = getattr(stages, name), of_first(family)
+        empty = family.make(dict.fromkeys(family.SIZES, 0), torch.float32, device, **options)
+        own = getattr(stages.load(function.choose(*empty, **options).stage), name)
+        own(*empty, **options)
         best = plain = float("inf")
         end = time.perf_counter() + 10
         while not best < 1.5 * plain and time.perf_counter() < end:  # a busy machine makes both slow
-            best = min(best, microseconds(lambda: function(*empty)))  # noqa: B023
-            plain = min(plain, microseconds(lambda: own(*empty)))  # noqa: B023
+            best = min(best, microseconds(lambda: function(*empty, **options)))  # noqa: B023
+            plain = min(plain, microseconds(lambda: own(*empty, **options)))  # noqa: B023
         assert best < 1.5 * plain, name

@@ -482,6 +482,36 @@ def test_exercise_48(capsys):
     assert "but too much" in capsys.readouterr().out
 
 
+def test_exercise_50(capsys):
+    kernel = lab.kernel("50")
+    text = kernel.source.read_text()
+    start = text.index("  if (index >= A_bar.size[0])")
+    end = text.index("}\n\n// grid", start)  # of the forward kernel
+    kept = {
+        "({ceil_div(A_bar.size[0], THREADS)}": "({ceil_div(A.size[0] * A.size[2] * A.size[3], THREADS)}",
+        text[start:end]: """
+  const int64_t seq = A.size[1], inner = A.size[2] * A.size[3], sizes[4] = {A.size[0], 1, A.size[2], A.size[3]};
+  if (index >= A.size[0] * inner) return;
+  Place place(sizes, index);
+  const Sum a(place(A));
+  for (int64_t t = 0; t < seq; ++t) {
+    place.i[1] = t;
+    const Real<Sum> dt(place(delta));
+    const Coefficients<Sum> factor = coefficients<METHOD>(a, dt, exponent(a, dt));
+    const int64_t at = (index / inner * seq + t) * inner + index % inner;
+    A_bar(at) = T(factor.a_bar);
+    gain(at) = T(factor.gain);
+    if constexpr (METHOD == Method::foh) gain_prev(at) = T(factor.previous);
+  }
+""",
+    }
+    at_most = {"load_sectors": 128, "store_sectors": 512}
+    lab.exercise(kernel, kept, 2, 4, 8, 32, at_most=at_most)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise(kernel, {"THREADS = 128": "THREADS = 64"}, 2, 4, 8, 32, at_most=at_most)
+    assert "Not yet" in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
@@ -544,6 +574,29 @@ def test_pictures_are_the_same_on_every_run():
     first, second = (picture.product({"stage 11": kernel.xray(32, 32, 16, block=0)}, (32, 32, 16)) for _ in range(2))
     assert first.png == second.png and first.png.startswith(b"\x89PNG")
     assert first.words == "stage 11: A: 1 sector, B: 4 sectors, C: 4 sectors."
+
+
+def test_where_a_state_fades():
+    size = np.array([[0.0, 0.5, 1.0, 2.0], [0.25, 2.0, 1.0, 0.5]])
+    shown = picture.stability({"one": size, "two": 3 + size}, (-2, 2, -1, 1))
+    assert shown.words == (
+        "one: fades in 75 % of the left half, 25 % of the right; two: fades in 0 % of the left half, 0 % of the right."
+    )
+    assert shown.png == picture.stability({"one": size, "two": 3 + size}, (-2, 2, -1, 1)).png
+
+
+def test_curves_are_named_by_where_they_end():
+    x = np.array([1.0, 2.0])
+    shown = picture.curves({"up": {"a": (x, x), "b": (x, 2 * x)}, "down": {"a": (x, 1 / x), "b": (x, 3 / x)}}, log=True)
+    assert shown.words == "up: at the right a 2, b 4; down: at the right a 0.5, b 1.5."
+    assert shown.png.startswith(b"\x89PNG")
+
+
+def test_lines_of_a_header():
+    text = repr(picture.header("complex.h", "struct alignas", "R re, im;"))
+    assert text.startswith("common/complex.h, lines ") and "R re, im;" in text
+    with pytest.raises(ValueError, match="no line of common/complex.h holds 'no such line'"):
+        picture.header("complex.h", "no such line", "}")
 
 
 def test_weights_are_what_is_left():

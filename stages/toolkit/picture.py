@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -75,15 +76,23 @@ def say(text: str) -> Shown:
 
 def code(kernel: Kernel, first: str, last: str) -> Shown:
     """The lines of a kernel's file from the first that holds the text `first` to the next that holds `last`."""
-    lines = kernel.source.read_text(encoding="utf-8").splitlines()
+    return _lines(kernel.source, f"stages/{kernel.stage.name}/{kernel.stage.source.name}", first, last)
+
+
+def header(name: str, first: str, last: str) -> Shown:
+    """Lines of a header, common/<name>, likewise."""
+    return _lines(build.INCLUDE / "common" / name, f"common/{name}", first, last)
+
+
+def _lines(source: Path, name: str, first: str, last: str) -> Shown:
+    lines = source.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if first in line), len(lines))
     end = next((i for i in range(start, len(lines)) if last in lines[i]), None)
     if end is None:
-        missing = first if start == len(lines) else last
-        raise ValueError(f"no line of stages/{kernel.stage.name}/{kernel.stage.source.name} holds {missing!r}")
+        raise ValueError(f"no line of {name} holds {(first if start == len(lines) else last)!r}")
     body = "\n".join(f"{i + 1:3}  {lines[i]}" for i in range(start, end + 1))
-    title = f"stages/{kernel.stage.name}/{kernel.stage.source.name}, lines {start + 1} to {end + 1}"
-    return _fenced("python" if kernel.stage.in_triton else "cpp", body, f"{title}\n{body}", title)
+    title = f"{name}, lines {start + 1} to {end + 1}"
+    return _fenced("python" if source.suffix == ".py" else "cpp", body, f"{title}\n{body}", title)
 
 
 def difference(before: Kernel, after: Kernel) -> Shown:
@@ -519,6 +528,55 @@ def weights(panels: Mapping[str, np.ndarray]) -> Picture:
         words.append(f"{title}: {(left >= 0.5).sum() / seq:.1f} keys a row have at least a half")
     marks = {"nothing": 0, "a quarter": len(LANES) // 4, "a half": len(LANES) // 2, "all": len(LANES)}
     _legend(figure, [Patch(color=shades[shade], label=label) for label, shade in marks.items()])
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def stability(panels: Mapping[str, np.ndarray], extent: tuple[float, float, float, float]) -> Picture:
+    """Where in the plane of z a state fades, |A_bar| < 1, the darker the faster; pale where it grows.
+
+    Args:
+        panels: |A_bar| at the middles of a grid's cells, a row for each imaginary part, the largest one first.
+        extent: The grid's edges: least and largest real part, least and largest imaginary part.
+    """
+    left, right, low, high = extent
+    figure, axes = _figure(WIDTH, WIDTH / len(panels) * (high - low) / (right - left) + 0.7, len(panels))
+    shades, words = np.array([*LANES, EMPTY]), []
+    for ax, (title, size) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        image = shades[np.clip(size * len(LANES), 0, len(LANES)).astype(int)]
+        ax.imshow(image, extent=(left, right, low, high), interpolation="nearest", zorder=1)
+        for line in (ax.axhline, ax.axvline):
+            line(0, color=PANEL, lw=0.8, zorder=2)
+        ax.set_title(title, fontsize=10)
+        ax.text(
+            (left + right) / 2, low, f"Re z from {left:g} to {right:g}", ha="center", va="top", color=INK, fontsize=8
+        )
+        real = left + (right - left) * (np.arange(size.shape[1]) + 0.5) / size.shape[1]
+        parts = [f"{100 * (size[:, side] < 1).mean():.0f} %" for side in (real < 0, real > 0)]
+        words.append(f"{title}: fades in {parts[0]} of the left half, {parts[1]} of the right")
+    marks = {"|A_bar| near 0": LANES[0], "near 1": LANES[-1], "1 or more": EMPTY}
+    _legend(figure, [Patch(color=colour, label=label) for label, colour in marks.items()])
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def curves(panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], log: bool = False) -> Picture:
+    """Lines in one plot or several, {title: {name: (x, y)}}, the first of each dark; with `log`, both axes are so."""
+    figure, axes = _figure(WIDTH, 3.4, len(panels))
+    names, words = list(next(iter(panels.values()))), []
+    shades = dict(zip(names, [INK, *(matplotlib.colormaps["tab10"](i) for i in range(len(names) - 1))], strict=True))
+    for ax, (title, lines) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        ax.axis("on")
+        ax.set_aspect("auto")
+        ax.set_facecolor(PANEL)
+        ax.tick_params(colors=INK, labelsize=8)
+        ax.grid(color=EMPTY, lw=0.8)
+        ax.set_title(title, fontsize=10)
+        if log:
+            ax.set(xscale="log", yscale="log")
+        for name, (x, y) in lines.items():
+            first = name == names[0]
+            ax.plot(x, y, color=shades[name], lw=2.4 if first else 1.2, zorder=2 if first else 3)
+        words.append(f"{title}: at the right " + ", ".join(f"{name} {y[-1]:.2g}" for name, (_, y) in lines.items()))
+    _legend(figure, [Line2D([], [], color=colour, lw=2, label=name) for name, colour in shades.items()])
     return Picture(figure, "; ".join(words) + ".")
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def kinds_of(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
+    """The names of a function's results with these options, "output" if there is but one."""
+    kinds = getattr(family, "OUTPUTS", ("output",))
+    return kinds(**options) if callable(kinds) else kinds
+
+
 def verify(
     stage: Stage,
     sizes: Mapping[str, int],
@@ -59,7 +66,7 @@ def verify(
     truth = [widened(x.detach()).requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     results, expected = outputs(stage.function(*given, **options)), outputs(family.reference(*truth, **options))
     tolerance = family.tolerance(sizes, dtype, **options)
-    kinds = getattr(family, "OUTPUTS", ("output",))
+    kinds = kinds_of(family, options)
     pairs = [(kind, kind, x.detach(), ref.detach()) for kind, x, ref in zip(kinds, results, expected, strict=True)]
     if stage.gradients:
         generator = torch.Generator(results[0].device).manual_seed(seed + 1)
