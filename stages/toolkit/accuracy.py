@@ -66,7 +66,7 @@ def compare(
     """r = |x - ref| / |ref| of the result and of each gradient."""
     arguments, grads = family.make_long(dtype, device, **options)
     found, truths = _results(function, arguments, grads, options), _truth(family, dtype, tuple(options.items()))
-    keys = (*getattr(family, "OUTPUTS", ("output",)), *list(inspect.signature(function).parameters)[: len(arguments)])
+    keys = (*output_names(family, options), *list(inspect.signature(function).parameters)[: len(arguments)])
     errors = (relative_error(x.cpu(), ref) for x, ref in zip(found, truths, strict=True))
     return {key: float(f"{error:.3g}") for key, error in zip(keys, errors, strict=True)}
 

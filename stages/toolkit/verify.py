@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def output_names(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
+    """What a family's results are called, which may depend on the options."""
+    names = getattr(family, "OUTPUTS", ("output",))
+    return names(**options) if callable(names) else names
+
+
 def verify(
     stage: Stage,
     sizes: Mapping[str, int],
@@ -59,7 +66,7 @@ def verify(
     truth = [widened(x.detach()).requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     results, expected = outputs(stage.function(*given, **options)), outputs(family.reference(*truth, **options))
     tolerance = family.tolerance(sizes, dtype, **options)
-    kinds = getattr(family, "OUTPUTS", ("output",))
+    kinds = output_names(family, options)
     pairs = [(kind, kind, x.detach(), ref.detach()) for kind, x, ref in zip(kinds, results, expected, strict=True)]
     if stage.gradients:
         generator = torch.Generator(results[0].device).manual_seed(seed + 1)
