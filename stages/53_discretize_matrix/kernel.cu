@@ -26,8 +26,8 @@
 
 constexpr unsigned ALL = 0xffffffffu;
 
-template <typename Sum>
-constexpr int WIDE = 16 / int(sizeof(Sum));  // what a lane reads of shared memory at once
+template <typename T>
+constexpr int WIDE = 16 / int(sizeof(T));  // what a lane reads of shared memory at once
 
 // The lanes of a matrix are a team. In a product lane (y, x) has the rows y, y + 4, .. and, WIDE at a time, four
 // columns. Bits of x and y take turns, so that of two lanes that read at once one asks for what its neighbour asks for.
@@ -37,61 +37,61 @@ struct Team {
   int y = (lane & 1) | (lane >> 1 & 2), x = (lane >> 1 & 1) | lane >> 3 << 1;
   int64_t matrix = int64_t(blockIdx.x) * (32 / N) + number;
 
-  template <typename Sum>
+  template <typename T>
   __device__ int column(int c) const {
-    return WIDE<Sum> * (x + N / 4 * (c / WIDE<Sum>)) + c % WIDE<Sum>;
+    return WIDE<T> * (x + N / 4 * (c / WIDE<T>)) + c % WIDE<T>;
   }
 };
 
 // A matrix in shared memory. Rows, and what follows a square of 8, lie so that what 16 lanes read is in other banks.
-template <typename Sum, int N>
+template <typename T, int N>
 struct alignas(16) Square {
-  Sum at[N][N + (N / WIDE<Sum> % 4 == 2 ? 0 : 2 * WIDE<Sum>)];
-  Sum apart[(N == 8 ? 3 : 4) * WIDE<Sum>];
+  T at[N][N + (N / WIDE<T> % 4 == 2 ? 0 : 2 * WIDE<T>)];
+  T apart[(N == 8 ? 3 : 4) * WIDE<T>];
 };
 
 // What a lane has of a matrix, and sums up.
-template <typename Sum, int N>
+template <typename T, int N>
 struct Piece {
-  Sum at[N / 4][4] = {};
+  T at[N / 4][4] = {};
 
   // + a b, where a has `inner` columns; the same in every product, whatever it is for.
-  __device__ __forceinline__ void multiply(const Team<N>& own, const Square<Sum, N>& a, const Square<Sum, N>& b,
+  __device__ __forceinline__ void multiply(const Team<N>& own, const Square<T, N>& a, const Square<T, N>& b,
                                            int inner) {
 #pragma unroll 1
-    for (int k = 0; k < inner; k += WIDE<Sum>) {
-      Vector<Sum, WIDE<Sum>> rows[N / 4], cols[4 / WIDE<Sum>];
+    for (int k = 0; k < inner; k += WIDE<T>) {
+      Vector<T, WIDE<T>> rows[N / 4], cols[4 / WIDE<T>];
       UNROLL
-      for (int i = 0; i < N / 4; ++i) rows[i] = load_vector<WIDE<Sum>>(&a.at[own.y + 4 * i][k]);
+      for (int i = 0; i < N / 4; ++i) rows[i] = load_vector<WIDE<T>>(&a.at[own.y + 4 * i][k]);
       UNROLL
-      for (int j = 0; j < WIDE<Sum>; ++j) {
+      for (int j = 0; j < WIDE<T>; ++j) {
         UNROLL
-        for (int c = 0; c < 4; c += WIDE<Sum>) {
-          cols[c / WIDE<Sum>] = load_vector<WIDE<Sum>>(&b.at[k + j][own.template column<Sum>(c)]);
+        for (int c = 0; c < 4; c += WIDE<T>) {
+          cols[c / WIDE<T>] = load_vector<WIDE<T>>(&b.at[k + j][own.template column<T>(c)]);
         }
         UNROLL
         for (int i = 0; i < N / 4; ++i) {
           UNROLL
-          for (int c = 0; c < 4; ++c) at[i][c] += rows[i][j] * cols[c / WIDE<Sum>][c % WIDE<Sum>];
+          for (int c = 0; c < 4; ++c) at[i][c] += rows[i][j] * cols[c / WIDE<T>][c % WIDE<T>];
         }
       }
     }
   }
 
   // + factor a
-  __device__ __forceinline__ void add(const Team<N>& own, Sum factor, const Square<Sum, N>& a) {
+  __device__ __forceinline__ void add(const Team<N>& own, T factor, const Square<T, N>& a) {
     UNROLL
     for (int i = 0; i < N / 4; ++i) {
       UNROLL
-      for (int c = 0; c < 4; c += WIDE<Sum>) {
-        const auto part = load_vector<WIDE<Sum>>(&a.at[own.y + 4 * i][own.template column<Sum>(c)]);
+      for (int c = 0; c < 4; c += WIDE<T>) {
+        const auto part = load_vector<WIDE<T>>(&a.at[own.y + 4 * i][own.template column<T>(c)]);
         UNROLL
-        for (int j = 0; j < WIDE<Sum>; ++j) at[i][c + j] += factor * part[j];
+        for (int j = 0; j < WIDE<T>; ++j) at[i][c + j] += factor * part[j];
       }
     }
   }
 
-  __device__ __forceinline__ void scale(Sum factor) {
+  __device__ __forceinline__ void scale(T factor) {
     UNROLL
     for (int i = 0; i < N / 4; ++i) {
       UNROLL
@@ -100,25 +100,25 @@ struct Piece {
   }
 
   // + factor 1
-  __device__ __forceinline__ void add_identity(const Team<N>& own, Sum factor) {
+  __device__ __forceinline__ void add_identity(const Team<N>& own, T factor) {
     UNROLL
     for (int i = 0; i < N / 4; ++i) {
       UNROLL
-      for (int c = 0; c < 4; ++c) at[i][c] += own.y + 4 * i == own.template column<Sum>(c) ? factor : 0;
+      for (int c = 0; c < 4; ++c) at[i][c] += own.y + 4 * i == own.template column<T>(c) ? factor : 0;
     }
   }
 
   // factor times this into shared memory, in matrices where it is `wanted`.
-  __device__ __forceinline__ void put(const Team<N>& own, Square<Sum, N>& to, Sum factor = 1, bool wanted = true) {
+  __device__ __forceinline__ void put(const Team<N>& own, Square<T, N>& to, T factor = 1, bool wanted = true) {
     __syncwarp();  // everyone has read what is overwritten
     UNROLL
     for (int i = 0; wanted && i < N / 4; ++i) {
       UNROLL
-      for (int c = 0; c < 4; c += WIDE<Sum>) {
-        Vector<Sum, WIDE<Sum>> part;
+      for (int c = 0; c < 4; c += WIDE<T>) {
+        Vector<T, WIDE<T>> part;
         UNROLL
-        for (int j = 0; j < WIDE<Sum>; ++j) part[j] = factor * at[i][c + j];
-        store_vector(&to.at[own.y + 4 * i][own.template column<Sum>(c)], part);
+        for (int j = 0; j < WIDE<T>; ++j) part[j] = factor * at[i][c + j];
+        store_vector(&to.at[own.y + 4 * i][own.template column<T>(c)], part);
       }
     }
     __syncwarp();  // all is there before anyone reads
@@ -131,14 +131,14 @@ struct Piece {
 // A column of a matrix of the batch; zeros past its edges, and past the end of the batch.
 template <typename T, int N>
 struct Column {
-  Accumulator<T> at[N];
+  T at[N];
 
   __device__ __forceinline__ Column(const Team<N>& own, const View<const T, 3>& x, int64_t col0) {
     const int64_t col = col0 + own.lane;
     const bool inside = own.matrix < x.size[0] && col < x.size[2];
     const T* from = inside ? &x(own.matrix, 0, col) : x.data;
     UNROLL
-    for (int r = 0; r < N; ++r) at[r] = inside && r < x.size[1] ? Accumulator<T>(from[r * x.stride[1]]) : 0;
+    for (int r = 0; r < N; ++r, from += x.stride[1]) at[r] = inside && r < x.size[1] ? *from : 0;
   }
 
   __device__ __forceinline__ void subtract(const Column& other) {
@@ -148,7 +148,7 @@ struct Column {
 
   // factor times this into shared memory, as a column or, TURNED, as a row.
   template <bool TURNED>
-  __device__ __forceinline__ void put(const Team<N>& own, Square<Accumulator<T>, N>& to, Accumulator<T> factor) {
+  __device__ __forceinline__ void put(const Team<N>& own, Square<T, N>& to, T factor) {
     __syncwarp();  // everyone has read what is overwritten
     UNROLL
     for (int r = 0; r < N; ++r) (TURNED ? to.at[own.lane][r] : to.at[r][own.lane]) = factor * at[r];
@@ -157,41 +157,41 @@ struct Column {
 };
 
 // factor a, less the identity where it is `reduced`, into memory: `columns` from col0 on.
-template <typename T, typename Sum, int N>
-__device__ __forceinline__ void store(const Team<N>& own, const View<T, 3>& to, int64_t col0, const Square<Sum, N>& a,
-                                      Sum factor, bool reduced = false) {
+template <typename T, int N>
+__device__ __forceinline__ void store(const Team<N>& own, const View<T, 3>& to, int64_t col0, const Square<T, N>& a,
+                                      T factor, bool reduced = false) {
   const int64_t col = col0 + own.lane;
   if (own.matrix >= to.size[0] || col >= to.size[2]) return;
   T* place = &to(own.matrix, 0, col);
 #pragma unroll 8
   for (int r = 0; r < to.size[1]; ++r, place += to.stride[1]) {
-    *place = T(factor * a.at[r][own.lane] - Sum(reduced && r == own.lane));
+    *place = T(factor * a.at[r][own.lane] - T(reduced && r == own.lane));
   }
 }
 
 // What a lane's column gives to <a, x>.
-template <typename T, typename Sum, int N>
-__device__ __forceinline__ Sum product(const Team<N>& own, const View<const T, 3>& x, int64_t col0,
-                                       const Square<Sum, N>& a) {
+template <typename T, int N>
+__device__ __forceinline__ T product(const Team<N>& own, const View<const T, 3>& x, int64_t col0,
+                                     const Square<T, N>& a) {
   const int64_t col = col0 + own.lane;
   if (own.matrix >= x.size[0] || col >= x.size[2]) return 0;
   const T* place = &x(own.matrix, 0, col);
-  Sum sum = 0;
+  T sum = 0;
 #pragma unroll 8
-  for (int r = 0; r < x.size[1]; ++r, place += x.stride[1]) sum += a.at[r][own.lane] * Sum(*place);
+  for (int r = 0; r < x.size[1]; ++r, place += x.stride[1]) sum += a.at[r][own.lane] * T(*place);
   return sum;
 }
 
 // The sum over a team's lanes, for its first one.
-template <typename Sum, int N>
-__device__ __forceinline__ Sum sum_of_team(Sum value) {
+template <typename T, int N>
+__device__ __forceinline__ T sum_of_team(T value) {
   for (int flip = N / 2; flip; flip /= 2) value += __shfl_xor_sync(ALL, value, flip);
   return value;
 }
 
 template <typename T, int N>
-__device__ __forceinline__ Accumulator<T> step_of(const Team<N>& own, const View<const T, 1>& delta) {
-  return own.matrix < delta.size[0] ? Accumulator<T>(delta(own.matrix)) : 0;
+__device__ __forceinline__ T step_of(const Team<N>& own, const View<const T, 1>& delta) {
+  return own.matrix < delta.size[0] ? T(delta(own.matrix)) : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -204,25 +204,24 @@ __device__ __forceinline__ unsigned magnitude(double x) { return unsigned(__doub
 // pivot a row, and beside them is M^-1. Its error is that of an LU factorization, |M| |M^-1| roundings.
 // grid (ceil(batch N / 32)), block (32)
 template <typename T, int N>
-__global__ void __launch_bounds__(32) invert(View<const T, 3> A,               // [batch, n, n]
-                                             View<const T, 3> B,               // [batch, n, m]
-                                             View<const T, 1> delta,           // [batch]
-                                             View<T, 3> A_bar,                 // [batch, n, n]
-                                             View<T, 3> B_bar,                 // [batch, n, m]
-                                             View<Accumulator<T>, 3> inverse)  // [batch, n, n] for the backward, or
-{                                                                              // empty
-  using Sum = Accumulator<T>;
-  constexpr int W = WIDE<Sum>;
-  alignas(16) __shared__ Square<Sum, N> squares[32 / N], inputs[32 / N];
-  alignas(16) __shared__ Sum pivot_rows[32 / N][2 * N];
+__global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch, n, n]
+                                             View<const T, 3> B,      // [batch, n, m]
+                                             View<const T, 1> delta,  // [batch]
+                                             View<T, 3> A_bar,        // [batch, n, n]
+                                             View<T, 3> B_bar,        // [batch, n, m]
+                                             View<T, 3> inverse)      // [batch, n, n] for the backward, or
+{                                                                     // empty
+  constexpr int W = WIDE<T>;
+  alignas(16) __shared__ Square<T, N> squares[32 / N], inputs[32 / N];
+  alignas(16) __shared__ T pivot_rows[32 / N][2 * N + W];  // two that are read at once lie in other banks
   const Team<N> own;
   const int n = int(A.size[1]), r = own.lane;
-  const Sum dt = step_of<T>(own, delta);
-  Square<Sum, N>&square = squares[own.number], &input = inputs[own.number];
-  Sum* const line = pivot_rows[own.number];
+  const T dt = step_of<T>(own, delta);
+  Square<T, N>&square = squares[own.number], &input = inputs[own.number];
+  T* const line = pivot_rows[own.number];
 
   Column<T, N>(own, A, 0).template put<false>(own, square, dt / 2);
-  Sum m[N], x[N];
+  T m[N], x[N];
   UNROLL
   for (int j = 0; j < N; j += W) {
     const auto part = load_vector<W>(&square.at[r][j]);
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,               /
     for (int i = 0; i < W; ++i) x[j + i] = r == j + i, m[j + i] = x[j + i] - part[i];
   }
 
-  Sum pivot = 1;
+  T pivot = 1;
   int from = r;        // whose row will be this lane's
   bool waits = r < n;  // for the row's turn
   for (int k = 0; k < n; ++k) {
@@ -238,11 +237,12 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,               /
     for (int flip = N / 2; flip; flip /= 2) best = max(best, __shfl_xor_sync(ALL, best, flip));
     const int chosen = int(31u ^ (best & 31u));
     if (r == k) from = chosen;
+    const T of_chosen = __shfl_sync(ALL, m[0], chosen, N);
     if (r == chosen) {
       waits = false, pivot = m[0];
       UNROLL
       for (int j = 0; j < N; j += W) {
-        Vector<Sum, W> of_m, of_x;
+        Vector<T, W> of_m, of_x;
         UNROLL
         for (int i = 0; i < W; ++i) of_m[i] = m[j + i], of_x[i] = x[j + i];
         if (j < n - k) store_vector(&line[j], of_m);
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,               /
       }
     }
     __syncwarp();  // the row is there before anyone reads
-    const Sum factor = r == chosen ? 0 : m[0] / line[0];
+    const T factor = r == chosen ? 0 : m[0] / of_chosen;
     UNROLL
     for (int j = 0; j < N; j += W) {
       if (j < n - k) {  // of M this many columns are left
@@ -270,53 +270,52 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,               /
   }
 
   // Rows in order: in step k the pivot was in column k.
-  const Sum reciprocal = 1 / pivot;
+  const T reciprocal = 1 / pivot;
   UNROLL
   for (int j = 0; j < N; j += W) {
-    Vector<Sum, W> part;
+    Vector<T, W> part;
     UNROLL
     for (int i = 0; i < W; ++i) part[i] = __shfl_sync(ALL, x[j + i] * reciprocal, from, N);
     store_vector(&square.at[r][j], part);
   }
   __syncwarp();  // all rows are there
-  store(own, A_bar, 0, square, Sum(2), true);
-  store(own, inverse, 0, square, Sum(1));
+  store(own, A_bar, 0, square, T(2), true);
+  store(own, inverse, 0, square, T(1));
   for (int64_t col0 = 0; col0 < B.size[2]; col0 += N) {
     Column<T, N>(own, B, col0).template put<false>(own, input, dt);
-    Piece<Sum, N> sum;
+    Piece<T, N> sum;
     sum.multiply(own, square, input, n);
     sum.put(own, input);
-    store(own, B_bar, col0, input, Sum(1));
+    store(own, B_bar, col0, input, T(1));
   }
 }
 
 // With V = M^-T dB_bar and S = (M^-T dA_bar + dt / 2 V B^T) M^-T:  dA = dt S,  dB = dt V,  ddt = <S, A> + <V, B>.
 // grid (ceil(batch N / 32)), block (32)
 template <typename T, int N>
-__global__ void __launch_bounds__(32) invert_backward(View<const T, 3> dA_bar,                // [batch, n, n]
-                                                      View<const T, 3> dB_bar,                // [batch, n, m]
-                                                      View<const T, 3> A,                     // [batch, n, n]
-                                                      View<const T, 3> B,                     // [batch, n, m]
-                                                      View<const T, 1> delta,                 // [batch]
-                                                      View<const Accumulator<T>, 3> inverse,  // [batch, n, n]
-                                                      View<T, 3> dA,                          // [batch, n, n]
-                                                      View<T, 3> dB,                          // [batch, n, m]
-                                                      View<T, 1> ddelta) {                    // [batch]
-  using Sum = Accumulator<T>;
-  alignas(16) __shared__ Square<Sum, N> inverses[32 / N], lefts[32 / N], rights[32 / N];
+__global__ void __launch_bounds__(32) invert_backward(View<const T, 3> dA_bar,   // [batch, n, n]
+                                                      View<const T, 3> dB_bar,   // [batch, n, m]
+                                                      View<const T, 3> A,        // [batch, n, n]
+                                                      View<const T, 3> B,        // [batch, n, m]
+                                                      View<const T, 1> delta,    // [batch]
+                                                      View<const T, 3> inverse,  // [batch, n, n]
+                                                      View<T, 3> dA,             // [batch, n, n]
+                                                      View<T, 3> dB,             // [batch, n, m]
+                                                      View<T, 1> ddelta) {       // [batch]
+  alignas(16) __shared__ Square<T, N> inverses[32 / N], lefts[32 / N], rights[32 / N];
   const Team<N> own;
   const int n = int(A.size[1]);
-  const Sum dt = step_of<T>(own, delta);
-  Square<Sum, N>&turned = inverses[own.number], &left = lefts[own.number], &right = rights[own.number];
+  const T dt = step_of<T>(own, delta);
+  Square<T, N>&turned = inverses[own.number], &left = lefts[own.number], &right = rights[own.number];
 
-  Column<Sum, N>(own, inverse, 0).template put<true>(own, turned, 1);
+  Column<T, N>(own, inverse, 0).template put<true>(own, turned, 1);
   Column<T, N>(own, dA_bar, 0).template put<false>(own, left, 1);
-  Piece<Sum, N> sum;
+  Piece<T, N> sum;
   sum.multiply(own, turned, left, n);
-  Sum of_step = 0;
+  T of_step = 0;
   for (int64_t col0 = 0; col0 < B.size[2]; col0 += N) {
     Column<T, N>(own, dB_bar, col0).template put<false>(own, left, 1);
-    Piece<Sum, N> v;
+    Piece<T, N> v;
     v.multiply(own, turned, left, n);
     v.put(own, left);
     store(own, dB, col0, left, dt);
@@ -325,49 +324,48 @@ __global__ void __launch_bounds__(32) invert_backward(View<const T, 3> dA_bar,  
     sum.multiply(own, left, right, int(min(B.size[2] - col0, int64_t(N))));
   }
   sum.put(own, left);
-  Piece<Sum, N> s;
+  Piece<T, N> s;
   s.multiply(own, left, turned, n);
   s.put(own, left);
   store(own, dA, 0, left, dt);
-  of_step = sum_of_team<Sum, N>(of_step + product(own, A, 0, left));
+  of_step = sum_of_team<T, N>(of_step + product(own, A, 0, left));
   if (own.lane == 0 && own.matrix < ddelta.size[0]) ddelta(own.matrix) = T(of_step);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Up to which 1-norm of z the series of phi_1, cut after z^(3 blocks), has a derivative without an error that shows.
-template <typename Sum>
-constexpr int BLOCKS = sizeof(Sum) == 8 ? 5 : 3;
-template <typename Sum>
-__host__ __device__ constexpr Sum largest_norm(int blocks) {
+template <typename T>
+constexpr int BLOCKS = sizeof(T) == 8 ? 5 : 3;
+template <typename T>
+__host__ __device__ constexpr T largest_norm(int blocks) {
   constexpr double IN_FLOAT[] = {0.0067, 0.2, 0.7}, IN_DOUBLE[] = {8e-6, 0.007, 0.075, 0.27, 0.6};
-  return Sum(sizeof(Sum) == 8 ? IN_DOUBLE[blocks - 1] : IN_FLOAT[blocks - 1]);
+  return T(sizeof(T) == 8 ? IN_DOUBLE[blocks - 1] : IN_FLOAT[blocks - 1]);
 }
 
 // How a team finds its exponential: for z 2^-doublings by a series of so many blocks, and then from z to 2 z. Teams of
 // a warp go through the most that one of them needs, and each has the result that it would have alone.
 template <typename T, int N>
 struct Course {
-  using Sum = Accumulator<T>;
-  Sum dt, scale = 1;  // scale: 2^-doublings
+  T dt, scale = 1;  // scale: 2^-doublings
   int blocks = 1, doublings = 0, most_blocks, most_doublings;
 
   // From the columns of A. A matrix that has an entry without a value has none in its results.
   __device__ __forceinline__ Course(const Team<N>& own, const View<const T, 1>& delta, const Column<T, N>& a) {
     dt = step_of<T>(own, delta);
-    Sum norm = 0;
+    T norm = 0;
     UNROLL
     for (int r = 0; r < N; ++r) norm += std::abs(a.at[r]);
     norm *= std::abs(dt);
     for (int flip = N / 2; flip; flip /= 2) {
-      const Sum other = __shfl_xor_sync(ALL, norm, flip);
+      const T other = __shfl_xor_sync(ALL, norm, flip);
       norm = norm != norm || norm >= other ? norm : other;  // NaN stays
     }
     if (norm <= FINITE) {
-      const Sum fraction = std::frexp(norm, &doublings);
-      doublings = max(doublings + (fraction > largest_norm<Sum>(BLOCKS<Sum>)), 0);
-      scale = std::ldexp(Sum(1), -doublings);
+      const T fraction = std::frexp(norm, &doublings);
+      doublings = max(doublings + (fraction > largest_norm<T>(BLOCKS<T>)), 0);
+      scale = std::ldexp(T(1), -doublings);
       UNROLL
-      for (int b = 1; b < BLOCKS<Sum>; ++b) blocks += norm * scale > largest_norm<Sum>(b);
+      for (int b = 1; b < BLOCKS<T>; ++b) blocks += norm * scale > largest_norm<T>(b);
     } else {
       dt = NAN;
     }
@@ -378,51 +376,51 @@ struct Course {
     }
   }
 
-  static constexpr Sum FINITE = sizeof(Sum) == 8 ? Sum(0x1.fffffffffffffp1023) : Sum(0x1.fffffep127);
+  static constexpr T FINITE = sizeof(T) == 8 ? T(0x1.fffffffffffffp1023) : T(0x1.fffffep127);
 };
 
 // The coefficients of phi_first, 1 / (j + first)!, from the highest on; 0 beyond a team's own degree.
-template <typename Sum>
+template <typename T>
 struct Coefficients {
   int j, degree, first;
-  Sum factorial = 1;
+  T factorial = 1;
 
   __device__ Coefficients(int most_blocks, int blocks, int first)
       : j(3 * most_blocks + 1), degree(3 * blocks), first(first) {
-    for (int i = 2; i <= degree + first; ++i) factorial *= Sum(i);  // exact, and so are the quotients below
+    for (int i = 2; i <= degree + first; ++i) factorial *= T(i);  // exact, and so are the quotients below
   }
-  __device__ Sum next() {
+  __device__ T next() {
     --j;
-    if (j < degree) factorial /= Sum(j + 1 + first);
+    if (j < degree) factorial /= T(j + 1 + first);
     return j > degree ? 0 : 1 / factorial;
   }
 };
 
 // to = 1 + z phi: from phi_2 to phi_1, from phi_1 to e^z. Also where `to` is z.
-template <typename Sum, int N>
-__device__ __forceinline__ void raise(const Team<N>& own, Square<Sum, N>& to, const Square<Sum, N>& z,
-                                      const Square<Sum, N>& phi, int n) {
-  Piece<Sum, N> sum;
+template <typename T, int N>
+__device__ __forceinline__ void raise(const Team<N>& own, Square<T, N>& to, const Square<T, N>& z,
+                                      const Square<T, N>& phi, int n) {
+  Piece<T, N> sum;
   sum.multiply(own, z, phi, n);
   sum.add_identity(own, 1);
   sum.put(own, to);
 }
 
 // phi_1 and, with a ramp, phi_2 of 2 z, from e^z and those of z.
-template <typename Sum, int N>
-__device__ __forceinline__ void double_phi(const Team<N>& own, const Square<Sum, N>& e, Square<Sum, N>& phi_1,
-                                           Square<Sum, N>& phi_2, int n, bool ramp, bool wanted) {
+template <typename T, int N>
+__device__ __forceinline__ void double_phi(const Team<N>& own, const Square<T, N>& e, Square<T, N>& phi_1,
+                                           Square<T, N>& phi_2, int n, bool ramp, bool wanted) {
   if (ramp) {
-    Piece<Sum, N> sum;
+    Piece<T, N> sum;
     sum.multiply(own, e, phi_2, n);
     sum.add(own, 1, phi_2);
     sum.add(own, 1, phi_1);
-    sum.put(own, phi_2, Sum(0.25), wanted);
+    sum.put(own, phi_2, T(0.25), wanted);
   }
-  Piece<Sum, N> sum;
+  Piece<T, N> sum;
   sum.multiply(own, e, phi_1, n);
   sum.add(own, 1, phi_1);
-  sum.put(own, phi_1, Sum(0.5), wanted);
+  sum.put(own, phi_1, T(0.5), wanted);
 }
 
 // grid (ceil(batch N / 32)), block (32)
@@ -431,12 +429,11 @@ __global__ void __launch_bounds__(32) exponentiate(View<const T, 3> A,      // [
                                                    View<const T, 3> B,      // [batch, n, m]
                                                    View<const T, 1> delta,  // [batch]
                                                    View<T, 3> A_bar,        // [batch, n, n]
-                                                   View<T, 3> B_prev,       // [batch, n, m], or empty
-                                                   View<T, 3> B_bar,        // [batch, n, m]
-                                                   bool ramp) {             // foh
-  using Sum = Accumulator<T>;
-  using Part = Piece<Sum, N>;
-  using Tile = Square<Sum, N>;
+                                                   View<T, 3> B_prev,  // [batch, n, m], but for foh the same as B_bar
+                                                   View<T, 3> B_bar,   // [batch, n, m]
+                                                   bool ramp) {        // foh
+  using Part = Piece<T, N>;
+  using Tile = Square<T, N>;
   DYNAMIC_SHARED(Tile, squares);
   const auto place = [&](int i) -> Tile& { return squares[i * (32 / N) + threadIdx.x / N]; };
   const Team<N> own;
@@ -453,7 +450,7 @@ __global__ void __launch_bounds__(32) exponentiate(View<const T, 3> A,      // [
   power = {};
   power.multiply(own, z, squared, n);
   power.put(own, cubed);
-  Coefficients<Sum> coefficients(course.most_blocks, course.blocks, ramp ? 2 : 1);
+  Coefficients<T> coefficients(course.most_blocks, course.blocks, ramp ? 2 : 1);
   Part sum;
   sum.add(own, coefficients.next(), cubed);
   for (int block = course.most_blocks - 1; block >= 0; --block) {
@@ -478,7 +475,7 @@ __global__ void __launch_bounds__(32) exponentiate(View<const T, 3> A,      // [
     of_e.put(own, e, 1, wanted);
   }
 
-  store(own, A_bar, 0, e, Sum(1));
+  store(own, A_bar, 0, e, T(1));
   for (int64_t col0 = 0; col0 < B.size[2]; col0 += N) {
     Column<T, N>(own, B, col0).template put<false>(own, input, course.dt);
     Part one, two;
@@ -486,11 +483,11 @@ __global__ void __launch_bounds__(32) exponentiate(View<const T, 3> A,      // [
     if (ramp) {
       two.multiply(own, phi_2, input, n);
       two.put(own, input);
-      store(own, B_bar, col0, input, Sum(1));
+      store(own, B_bar, col0, input, T(1));
       one.add(own, -1, input);
     }
     one.put(own, e);
-    store(own, ramp ? B_prev : B_bar, col0, e, Sum(1));
+    store(own, B_prev, col0, e, T(1));
   }
 }
 
@@ -507,19 +504,19 @@ __global__ void __launch_bounds__(32) exponentiate(View<const T, 3> A,      // [
 //
 // grid (ceil(batch N / 32)), block (32)
 template <typename T, int N>
-__global__ void __launch_bounds__(32) exponentiate_backward(View<const T, 3> dA_bar,   // [batch, n, n]
-                                                            View<const T, 3> dB_prev,  // [batch, n, m], or empty
-                                                            View<const T, 3> dB_bar,   // [batch, n, m]
-                                                            View<const T, 3> A,        // [batch, n, n]
-                                                            View<const T, 3> B,        // [batch, n, m]
-                                                            View<const T, 1> delta,    // [batch]
-                                                            View<T, 3> dA,             // [batch, n, n]
-                                                            View<T, 3> dB,             // [batch, n, m]
-                                                            View<T, 1> ddelta,         // [batch]
-                                                            bool ramp) {               // foh
-  using Sum = Accumulator<T>;
-  using Part = Piece<Sum, N>;
-  using Tile = Square<Sum, N>;
+__global__ void __launch_bounds__(32)
+    exponentiate_backward(View<const T, 3> dA_bar,   // [batch, n, n]
+                          View<const T, 3> dB_prev,  // [batch, n, m], but for foh the same as dB_bar
+                          View<const T, 3> dB_bar,   // [batch, n, m]
+                          View<const T, 3> A,        // [batch, n, n]
+                          View<const T, 3> B,        // [batch, n, m]
+                          View<const T, 1> delta,    // [batch]
+                          View<T, 3> dA,             // [batch, n, n]
+                          View<T, 3> dB,             // [batch, n, m]
+                          View<T, 1> ddelta,         // [batch]
+                          bool ramp) {               // foh
+  using Part = Piece<T, N>;
+  using Tile = Square<T, N>;
   DYNAMIC_SHARED(Tile, squares);
   const auto place = [&](int i) -> Tile& { return squares[i * (32 / N) + threadIdx.x / N]; };
   Tile &z = place(0), &squared = place(1), &cubed = place(2), &series = place(3);
@@ -530,34 +527,35 @@ __global__ void __launch_bounds__(32) exponentiate_backward(View<const T, 3> dA_
   const int n = int(A.size[1]);
   Column<T, N> column(own, A, 0);
   const Course<T, N> course(own, delta, column);
-  Sum t = course.scale;
+  T t = course.scale;
+  column.template put<true>(own, z, course.dt * course.scale);
 
-  // The gradient of dt phi_k B: as foh has B_prev = dt (phi_1 - phi_2) B, that of phi_2 is a difference.
-  const auto of_phi = [&](int k, int64_t col0) {
-    Column<T, N> grad(own, k == 1 && ramp ? dB_prev : dB_bar, col0);
-    if (k == 2) grad.subtract(Column<T, N>(own, dB_prev, col0));
+  // Gradients of dt phi_1 B and dt phi_2 B: as foh has B_prev = dt (phi_1 - phi_2) B, the latter is a difference.
+  const auto of_phi_1 = [&](int64_t col0) { return Column<T, N>(own, dB_prev, col0); };
+  const auto of_phi_2 = [&](int64_t col0) {
+    Column<T, N> grad(own, dB_bar, col0);
+    grad.subtract(of_phi_1(col0));
     return grad;
   };
-  const auto gather = [&](int k, Tile& to, Sum factor) {
+  const auto gather = [&](Tile& to, T factor, const auto& of_phi) {
     Part sum;
     for (int64_t col0 = 0; col0 < B.size[2]; col0 += N) {
-      of_phi(k, col0).template put<false>(own, dsquared, course.dt);
+      of_phi(col0).template put<false>(own, dsquared, course.dt);
       Column<T, N>(own, B, col0).template put<true>(own, dcubed, 1);
       sum.multiply(own, dsquared, dcubed, int(min(B.size[2] - col0, int64_t(N))));
     }
     sum.put(own, to, factor);
   };
-  gather(1, b, 1);            // G_1, until it is b
-  if (ramp) gather(2, c, t);  // t G_2, until it is c
+  gather(b, 1, of_phi_1);            // G_1, until it is b
+  if (ramp) gather(c, t, of_phi_2);  // t G_2, until it is c
 
   // to = factor a + x y, and to = factor a + x y + u v
-  const auto combine = [&](Tile& to, Sum factor, const Tile& a, const Tile& x, const Tile& y) {
+  const auto combine = [&](Tile& to, T factor, const Tile& a, const Tile& x, const Tile& y) {
     Part sum;
     sum.add(own, factor, a);
     sum.multiply(own, x, y, n);
     sum.put(own, to);
   };
-  column.template put<true>(own, z, course.dt * course.scale);
   Column<T, N>(own, dA_bar, 0).template put<false>(own, dsquared, 1);
   combine(h_1, t, b, z, dsquared);
   if (ramp) combine(h, t, c, z, h_1);
@@ -578,11 +576,11 @@ __global__ void __launch_bounds__(32) exponentiate_backward(View<const T, 3> dA_
   multiply(cubed, z, squared);
   derive(dsquared, z, h, z, h);
   derive(dcubed, z, h, squared, dsquared);
-  Coefficients<Sum> coefficients(course.most_blocks, course.blocks, ramp ? 2 : 1);
-  const Sum highest = coefficients.next();
+  Coefficients<T> coefficients(course.most_blocks, course.blocks, ramp ? 2 : 1);
+  const T highest = coefficients.next();
   for (int block = course.most_blocks - 1; block >= 0; --block) {
     const bool first = block == course.most_blocks - 1;
-    const Sum of_square = coefficients.next(), of_z = coefficients.next(), of_identity = coefficients.next();
+    const T of_square = coefficients.next(), of_z = coefficients.next(), of_identity = coefficients.next();
     Part derivative, sum;
     if (first) {
       derivative.add(own, highest, dcubed);
@@ -622,17 +620,17 @@ __global__ void __launch_bounds__(32) exponentiate_backward(View<const T, 3> dA_
     of_a.scale(t);
     of_a.multiply(own, e, a, n);
     of_a.multiply(own, a, e, n);
-    of_a.put(own, a, Sum(0.5), wanted);
+    of_a.put(own, a, T(0.5), wanted);
     of_b.add(own, 1, b);
+    if (ramp) of_b.add(own, 1, c);
     of_b.multiply(own, e, b, n);
+    of_b.put(own, b, T(0.5), wanted);
     if (ramp) {
       Part of_c;
-      of_b.add(own, 1, c);
       of_c.add(own, 1, c);
       of_c.multiply(own, e, c, n);
       of_c.put(own, c, 1, wanted);
     }
-    of_b.put(own, b, Sum(0.5), wanted);
     double_phi(own, e, phi_1, phi_2, n, ramp, wanted);
     of_e.multiply(own, e, e, n);
     of_e.put(own, e, 1, wanted);
@@ -640,78 +638,79 @@ __global__ void __launch_bounds__(32) exponentiate_backward(View<const T, 3> dA_
 
   // With V = phi_1 dB_bar or, for foh, of both:  dA = dt a,  dB = dt V,  ddt = <a, A> + <V, B>
   store(own, dA, 0, a, course.dt);
-  Sum of_step = product(own, A, 0, a);
+  T of_step = product(own, A, 0, a);
   for (int64_t col0 = 0; col0 < B.size[2]; col0 += N) {
     Part v;
-    of_phi(1, col0).template put<false>(own, gradient, 1);
+    of_phi_1(col0).template put<false>(own, gradient, 1);
     v.multiply(own, phi_1, gradient, n);
     if (ramp) {
-      of_phi(2, col0).template put<false>(own, gradient, 1);
+      of_phi_2(col0).template put<false>(own, gradient, 1);
       v.multiply(own, phi_2, gradient, n);
     }
     v.put(own, gradient);
     store(own, dB, col0, gradient, course.dt);
     of_step += product(own, B, col0, gradient);
   }
-  of_step = sum_of_team<Sum, N>(of_step);
+  of_step = sum_of_team<T, N>(of_step);
   if (own.lane == 0 && own.matrix < ddelta.size[0]) ddelta(own.matrix) = T(of_step);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// body<N>, for the least N that n fits into
+// body<T, N>() with the type and the least N that n fits into.
 template <typename Body>
-void dispatch_size(int64_t n, Body&& body) {
-  if (n > 32) throw std::invalid_argument("n is " + std::to_string(n) + "; allowed: at most 32");
-  if (n > 16) body.template operator()<32>();
-  else if (n > 8) body.template operator()<16>();
-  else body.template operator()<8>();
+void dispatch(const Input<3>& A, Body&& body) {
+  const int64_t n = A.size[1];
+  if (n > 32) throw std::invalid_argument("A has " + std::to_string(n) + " rows; allowed: at most 32");
+  const auto with_size = [&]<typename T>() {
+    if (n > 16) body.template operator()<T, 32>();
+    else if (n > 8) body.template operator()<T, 16>();
+    else body.template operator()<T, 8>();
+  };
+  if (A.dtype == DType::float32) return with_size.template operator()<float>();
+#if !defined(FLOAT_ONLY)
+  if (A.dtype == DType::float64) return with_size.template operator()<double>();
+#endif
+  throw std::invalid_argument(std::string("this kernel does not take ") + name_of(A.dtype));
 }
 
+// A warp has 32 / N matrices.
 template <int N>
-Grid warps(Input<1> delta) {
+Grid warps(const Input<1>& delta) {
   return {ceil_div(delta.size[0], 32 / N)};
 }
 
 void bilinear(Input<3> A, Input<3> B, Input<1> delta, Output<3> A_bar, Output<3> B_bar, Output<3> inverse,
               Stream stream) {
-  dispatch_floating(A.dtype, [&]<typename T>() {
-    dispatch_size(A.size[1], [&]<int N>() {
-      launch<invert<T, N>>(warps<N>(delta), dim3(32), 0, stream, A.as<T>(), B.as<T>(), delta.as<T>(), A_bar.as<T>(),
-                           B_bar.as<T>(), inverse.as<Accumulator<T>>());
-    });
+  dispatch(A, [&]<typename T, int N>() {
+    launch<invert<T, N>>(warps<N>(delta), dim3(32), 0, stream, A.as<T>(), B.as<T>(), delta.as<T>(), A_bar.as<T>(),
+                         B_bar.as<T>(), inverse.as<T>());
   });
 }
 
 void bilinear_backward(Input<3> dA_bar, Input<3> dB_bar, Input<3> A, Input<3> B, Input<1> delta, Input<3> inverse,
                        Output<3> dA, Output<3> dB, Output<1> ddelta, Stream stream) {
-  dispatch_floating(A.dtype, [&]<typename T>() {
-    dispatch_size(A.size[1], [&]<int N>() {
-      launch<invert_backward<T, N>>(warps<N>(delta), dim3(32), 0, stream, dA_bar.as<T>(), dB_bar.as<T>(), A.as<T>(),
-                                    B.as<T>(), delta.as<T>(), inverse.as<Accumulator<T>>(), dA.as<T>(), dB.as<T>(),
-                                    ddelta.as<T>());
-    });
+  dispatch(A, [&]<typename T, int N>() {
+    launch<invert_backward<T, N>>(warps<N>(delta), dim3(32), 0, stream, dA_bar.as<T>(), dB_bar.as<T>(), A.as<T>(),
+                                  B.as<T>(), delta.as<T>(), inverse.as<T>(), dA.as<T>(), dB.as<T>(), ddelta.as<T>());
   });
 }
 
 void exponential(Input<3> A, Input<3> B, Input<1> delta, Output<3> A_bar, Output<3> B_prev, Output<3> B_bar, bool ramp,
                  Stream stream) {
-  dispatch_floating(A.dtype, [&]<typename T>() {
-    dispatch_size(A.size[1], [&]<int N>() {
-      const size_t bytes = 4 * 32 / N * sizeof(Square<Accumulator<T>, N>);
-      launch<exponentiate<T, N>>(warps<N>(delta), dim3(32), bytes, stream, A.as<T>(), B.as<T>(), delta.as<T>(),
-                                 A_bar.as<T>(), B_prev.as<T>(), B_bar.as<T>(), ramp);
-    });
+  const Output<3>& of_phi_1 = ramp ? B_prev : B_bar;
+  dispatch(A, [&]<typename T, int N>() {
+    launch<exponentiate<T, N>>(warps<N>(delta), dim3(32), 4 * 32 / N * sizeof(Square<T, N>), stream, A.as<T>(),
+                               B.as<T>(), delta.as<T>(), A_bar.as<T>(), of_phi_1.as<T>(), B_bar.as<T>(), ramp);
   });
 }
 
 void exponential_backward(Input<3> dA_bar, Input<3> dB_prev, Input<3> dB_bar, Input<3> A, Input<3> B, Input<1> delta,
                           Output<3> dA, Output<3> dB, Output<1> ddelta, bool ramp, Stream stream) {
-  dispatch_floating(A.dtype, [&]<typename T>() {
-    dispatch_size(A.size[1], [&]<int N>() {
-      const size_t bytes = (ramp ? 11 : 9) * 32 / N * sizeof(Square<Accumulator<T>, N>);
-      launch<exponentiate_backward<T, N>>(warps<N>(delta), dim3(32), bytes, stream, dA_bar.as<T>(), dB_prev.as<T>(),
-                                          dB_bar.as<T>(), A.as<T>(), B.as<T>(), delta.as<T>(), dA.as<T>(), dB.as<T>(),
-                                          ddelta.as<T>(), ramp);
-    });
+  const Input<3>& of_phi_1 = ramp ? dB_prev : dB_bar;
+  dispatch(A, [&]<typename T, int N>() {
+    const size_t squares = (ramp ? 11 : 9) * 32 / N;
+    launch<exponentiate_backward<T, N>>(warps<N>(delta), dim3(32), squares * sizeof(Square<T, N>), stream,
+                                        dA_bar.as<T>(), of_phi_1.as<T>(), dB_bar.as<T>(), A.as<T>(), B.as<T>(),
+                                        delta.as<T>(), dA.as<T>(), dB.as<T>(), ddelta.as<T>(), ramp);
   });
 }

@@ -62,7 +62,7 @@ PROBLEMS = (
     (3, 0, 2),
     (3, 4, 0),
 )
-XRAY = (8, 16, 1)
+XRAY = (8, 16, 8)
 BENCH = {"cpu": ((64, 16, 16),), "cuda": ((65536, 16, 1), (65536, 16, 16), (16384, 32, 1))}
 SWEEP = {
     "cpu": tuple((64, n, 1) for n in (8, 16, 24, 32)),
@@ -98,7 +98,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
             operator.empty(A.shape, like=A),
             operator.empty(B.shape if method == "foh" else absent, like=B),
             operator.empty(B.shape, like=B),
-            operator.empty(A.shape if save and method == "bilinear" else absent, like=A, dtype=accumulator(A.dtype)),
+            operator.empty(A.shape if save and method == "bilinear" else absent, like=A),
         )
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -155,7 +155,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
     def discretize_matrix(A: Tensor, B: Tensor, delta: Tensor, *, method: str) -> tuple[Tensor, ...]:
         """A_bar and B_bar of h_t = A_bar h_(t-1) + B_bar u_t, from h' = A h + B u and a step delta.
 
-        16-bit numbers are computed in float32. The batches of the three are broadcast against each other; expanded to
+        16-bit numbers are turned into float32 and back, by torch. The batches of the three are broadcast against each other; expanded to
         the common one, a tensor is copied only where its strides are no single one.
 
         Args:
@@ -194,10 +194,11 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
         batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2], delta.shape)
         n, m = B.shape[-2:]
         tensors = (flat(A, batch, (n, n)), flat(B, batch, (n, m)), flat(delta, batch, ()))
+        tensors = tuple(x.to(accumulator(x.dtype)) for x in tensors)
         save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         A_bar, B_prev, B_bar, _ = compute(*tensors, method, save)
-        A_bar, B_bar = A_bar.reshape(*batch, n, n), B_bar.reshape(*batch, n, m)
-        return (A_bar, B_prev.reshape(*batch, n, m), B_bar) if method == "foh" else (A_bar, B_bar)
+        results = (A_bar, B_prev, B_bar) if method == "foh" else (A_bar, B_bar)
+        return tuple(x.to(A.dtype).reshape(*batch, *x.shape[1:]) for x in results)
 
     return discretize_matrix
 

@@ -20,7 +20,7 @@ from stages.families import widened
 from stages.toolkit import build, chapter, mutate, render
 from stages.toolkit.device import processor
 from stages.toolkit.stage import Stage, load, names
-from stages.toolkit.verify import outputs, relative_error
+from stages.toolkit.verify import output_names, outputs, relative_error
 
 PATH = build.PACKAGE / "measured" / "accuracy.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
