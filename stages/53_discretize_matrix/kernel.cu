@@ -1,21 +1,25 @@
-// Stage 53: discretization with a full matrix A, solves and exponentials of many small matrices
+// Stage 53: discretization with a full matrix, solves and exponentials of many small matrices
 //
 // Problem   h' = A h + B u with a step dt, for each of a batch: A [n, n], n <= 32, B [n, m], z = dt A.
-//           bilinear  A_bar = 2 M^-1 - 1, B_bar = dt M^-1 B, M = 1 - z / 2        zoh  A_bar = e^z, B_bar = dt phi_1 B
-//           foh       A_bar = e^z, B_prev = dt (phi_1 - phi_2) B, B_bar = dt phi_2 B
-//           and the gradients of A, B and dt; phi_1 = (e^z - 1) / z, phi_2 = (e^z - 1 - z) / z^2, as series.
-// Before    Stage 50, whose A is diagonal. A library spreads one matrix over a block, or walks through memory once for
-//           each product of a batch: the numbers of a matrix of 16 x 16 would fit into the registers of a few lanes.
-// Idea      N lanes have a matrix, padded to N x N = 8, 16 or 32; nobody waits but for a warp, and between its first
-//           word and the last nothing goes to memory. M is inverted by elimination, a lane a row: pivots are looked for
-//           by shuffles, and rows never move. e^z is all products: a series where |z| <= 0.7, and from z to 2 z by
+//             bilinear  A_bar = 2 M^-1 - 1, B_bar = dt M^-1 B, where M = 1 - z / 2
+//             zoh, foh  A_bar = e^z; B_bar = dt phi_1 B, or B_prev = dt (phi_1 - phi_2) B and B_bar = dt phi_2 B
+//           and the gradients of A, B and dt; phi_1 = 1 + z / 2! + z^2 / 3! + .., phi_2 = 1 / 2! + z / 3! + ..
+// Before    Stage 50, whose A is diagonal. A library gives a small matrix a block of its own, or walks through memory
+//           once for each product; a matrix of 16 x 16 fits into the registers of a few lanes.
+// Idea      N lanes have a matrix, padded to N x N = 8, 16 or 32. They wait for nobody but each other, and between its
+//           first word and its last nothing of it goes to memory. M is inverted by elimination, a lane a row. e^z is
+//           products and nothing else: a series while |z| <= 0.7, and from there on from z to 2 z,
 //             e^(2 z) = e^z e^z,  phi_1(2 z) = (e^z phi_1 + phi_1) / 2,  phi_2(2 z) = (e^z phi_2 + phi_2 + phi_1) / 4
-//           Nothing is divided by A, which may be singular. What goes back is the derivative of the same products.
-// Mapping   block: a warp, 32 / N matrices. lane: in a product N / 4 rows x 4 columns; a column to load and to store.
-// Cost      see `cost` in stage.py: of [batch, n, n] and [batch, n, m] each word moves once, n steps of elimination or,
-//           for |z| from 1.4 to 2.4, 10 products of N x N x n (foh 13), 14 in double (foh 17)
-// Limits    Each product of N x N reads 2 N^3 / 4 words of shared memory, which is as busy as the multipliers are.
-//           With m = 1 the last product, by B, is of N columns nevertheless.
+//           Nothing is divided by A, which may be singular. The backward is the derivative of the same products.
+// Mapping   block: a warp, 32 / N matrices. lane: in a product N / 4 rows x 4 columns; in memory a column.
+// Cost      float32, m <= N, |z| from 1.4 to 2.4; n and m of 8, batch of 4: W = batch N / 32 warps. What is in memory
+//           moves once: n (n + m) / 8 sectors a matrix are loaded, as many are stored, m twice with foh.
+//             wavefronts of a warp  n (N + 16) / 8 loads a product, N a matrix that lanes add piece by piece, and
+//                                   N stores a result; zoh: 10 products, 9 added, 11 stored, foh: 14, 14 and 15
+//                                   bilinear: n (3 n + 4) / 4 loads, 4 n (3 n + 4) / N stores of pivot rows
+//           and some for rows on their way from and to memory: all of it is `cost` in stage.py.
+// Limits    A product of 16 x 16 reads a word of shared memory for two multiplications: both are busy. With m = 1 the
+//           last one, by B, has N columns nevertheless.
 // Run       python -m stages run 53
 
 #include "common/device.h"
@@ -213,7 +217,7 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
 {                                                                     // empty
   constexpr int W = WIDE<T>;
   alignas(16) __shared__ Square<T, N> squares[32 / N], inputs[32 / N];
-  alignas(16) __shared__ T pivot_rows[32 / N][2 * N + W];  // two that are read at once lie in other banks
+  alignas(16) __shared__ T pivot_rows[32 / N][2 * N + WIDE<T>];  // two that are read at once lie in other banks
   const Team<N> own;
   const int n = int(A.size[1]), r = own.lane;
   const T dt = step_of<T>(own, delta);
@@ -230,8 +234,8 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
   }
 
   T pivot = 1;
-  int from = r;        // whose row will be this lane's
-  bool waits = r < n;  // for the row's turn
+  int from = r;       // whose row will be this lane's
+  bool waits = true;  // for the row's turn, which rows past n do not get: they have zeros where pivots would be
   for (int k = 0; k < n; ++k) {
     unsigned best = waits ? magnitude(m[0]) | (31u ^ unsigned(r)) : 0;  // of equal ones the first
     for (int flip = N / 2; flip; flip /= 2) best = max(best, __shfl_xor_sync(ALL, best, flip));
@@ -358,14 +362,14 @@ struct Course {
     norm *= std::abs(dt);
     for (int flip = N / 2; flip; flip /= 2) {
       const T other = __shfl_xor_sync(ALL, norm, flip);
-      norm = norm != norm || norm >= other ? norm : other;  // NaN stays
+      norm = max(norm, other) + 0 * (norm + other);  // NaN stays, and infinity becomes it
     }
-    if (norm <= FINITE) {
+    if (std::isfinite(norm)) {
       const T fraction = std::frexp(norm, &doublings);
       doublings = max(doublings + (fraction > largest_norm<T>(BLOCKS<T>)), 0);
       scale = std::ldexp(T(1), -doublings);
       UNROLL
-      for (int b = 1; b < BLOCKS<T>; ++b) blocks += norm * scale > largest_norm<T>(b);
+      for (int b = BLOCKS<T> - 1; b; --b) blocks += norm * scale > largest_norm<T>(b);
     } else {
       dt = NAN;
     }
@@ -375,8 +379,6 @@ struct Course {
       most_doublings = max(most_doublings, __shfl_xor_sync(ALL, most_doublings, flip));
     }
   }
-
-  static constexpr T FINITE = sizeof(T) == 8 ? T(0x1.fffffffffffffp1023) : T(0x1.fffffep127);
 };
 
 // The coefficients of phi_first, 1 / (j + first)!, from the highest on; 0 beyond a team's own degree.

@@ -38,8 +38,7 @@ def cost(batch: int, n: int, m: int, itemsize: int, *, method: str) -> Counts:
         load_sectors=warps + batch * n * (n + m) * wide // 8,
         store_requests=warps * n * (1 + outputs * len(widths)),
         store_sectors=batch * n * (n + outputs * m) * wide // 8,
-        shared_load_wavefronts=warps
-        * (products * product + pieces_read * piece + n * row + last_rows + extra_loads),
+        shared_load_wavefronts=warps * (products * product + pieces_read * piece + n * row + last_rows + extra_loads),
         shared_load_conflicts=warps * (n * (row - halves) + last_rows - last_floors + extra_conflicts),
         shared_store_wavefronts=warps * (pieces_put * piece + put_rows * row + extra_stores),
         shared_store_conflicts=warps * (put_rows * (row - halves) + extra_conflicts),
