@@ -71,7 +71,7 @@ class TestDiscretizeMatrix(StageCases):
         arguments = [golden[name].to(dtype) for name in ("A", "B", "dt")]
         # float32 rounds z: the exponential of a stiff one feels it as much more as |z| is larger.
         size = torch.linalg.matrix_norm(golden["A"], 1).item() * golden["dt"].abs().item()
-        allowed = 1e-13 if dtype is torch.float64 else 1e-6 * max(1, size)
+        allowed = 1e-13 if dtype is torch.float64 else 2e-6 * max(1, size)
         for method, short, values, grads in (
             ("bilinear", "bil", ("bil_Abar", "bil_Bbar"), ("gA", "gB")),
             ("zoh", "zoh", ("zoh_Abar", "zoh_Bbar"), ("gA", "gB")),
@@ -146,11 +146,9 @@ class TestDiscretizeMatrix(StageCases):
         B = torch.randn(2, n, 1, generator=generator, dtype=torch.float64).to(device)
         delta = torch.tensor([0.01, 1.0], dtype=torch.float64, device=device)
         size = torch.linalg.matrix_norm(delta[:, None, None] * A, 1).max().item()
-        assert max(self.errors((A, B, delta), method)) <= 1e-15 * size
-        errors = self.errors((A.float(), B.float(), delta.float()), method)
-        theirs = self.errors((A.float(), B.float(), delta.float()), method, family.incumbent)
-        for error, other in zip(errors, theirs, strict=True):
-            assert error <= max(1.5 * other, 1e-5)
+        # What a rounding of z makes of it, and no more.
+        assert max(self.errors((A, B, delta), method)) <= torch.finfo(torch.float64).eps * size
+        assert max(self.errors((A.float(), B.float(), delta.float()), method)) <= torch.finfo(torch.float32).eps * size
 
     @methods
     def test_an_error_is_no_larger_than_the_incumbents(self, method, device):
@@ -160,7 +158,7 @@ class TestDiscretizeMatrix(StageCases):
                 errors = self.errors((A, B, delta * scale), method)
                 theirs = self.errors((A, B, delta * scale), method, family.incumbent)
                 for error, other in zip(errors, theirs, strict=True):
-                    assert error <= max(1.5 * other, 3e-7 * max(1, scale))
+                    assert error <= max(1.5 * other, 5e-7 * max(1, scale))
 
     def test_pivots(self, device):
         """A matrix M that no elimination without pivots survives: zeros, and small numbers, where it would divide."""
@@ -204,9 +202,8 @@ class TestDiscretizeMatrix(StageCases):
             found = self.results((arguments | {where: broken}).values(), method)
             others = [0, 1, 3, 4, 5]
             assert all(torch.equal(x[others], y[others]) for x, y in zip(found, expected, strict=True))
-            if method in EXPONENTIALS:
-                assert all(x[2].isnan().all() for x in found[:-3])
-            assert not any(x[2].isfinite().all() for x in found[:1] + found[-3:-2])
+            assert all(x[2].isnan().all() for x in found[: 3 if method == "foh" else 2])
+            assert found[-3][2].isnan().all() and found[-1][2].isnan()
 
     def test_a_singular_solve_has_no_finite_entry(self, device):
         """1 - delta A / 2 = 0 in some direction."""
@@ -241,7 +238,7 @@ class TestDiscretizeMatrix(StageCases):
         generator = torch.Generator().manual_seed(0)
 
         def random(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator, dtype=torch.float64).to(device)
+            return torch.randn(size, generator=generator, dtype=torch.float64).to(device)
 
         for of_A, of_B, of_delta in (
             ((), (), ()),
@@ -497,7 +494,7 @@ def in_long_double(A: Tensor, B: Tensor, delta: Tensor, method: str) -> list[np.
     A, B, dt = (np.asarray(x.double().numpy(), dtype=np.longdouble) for x in (A, B, delta))
     n, m = B.shape
     if method == "bilinear":
-        M, inverse = np.eye(n, dtype=np.longdouble) - dt * A / 2, np.linalg.inv(np.eye(n) - float(dt) * A / 2)
+        M, inverse = np.eye(n, dtype=np.longdouble) - dt * A / 2, np.linalg.inv(np.eye(n) - (dt * A / 2).astype(float))
         for _ in range(3):
             inverse = inverse @ (2 * np.eye(n, dtype=np.longdouble) - M @ inverse)  # Newton
         return [2 * inverse - np.eye(n, dtype=np.longdouble), dt * inverse @ B]

@@ -193,9 +193,23 @@ __device__ __forceinline__ T sum_of_team(T value) {
   return value;
 }
 
+// A team's step. Where z has an entry without a value the step has none, and neither has any result; `norm`, the largest
+// sum of a column of |z|, is then 0.
 template <typename T, int N>
-__device__ __forceinline__ T step_of(const Team<N>& own, const View<const T, 1>& delta) {
-  return own.matrix < delta.size[0] ? T(delta(own.matrix)) : 0;
+__device__ __forceinline__ T step_of(const Team<N>& own, const View<const T, 1>& delta, const Column<T, N>& a,
+                                     T& norm) {
+  const T dt = own.matrix < delta.size[0] ? delta(own.matrix) : 0;
+  norm = 0;
+  UNROLL
+  for (int r = 0; r < N; ++r) norm += std::abs(a.at[r]);
+  norm *= std::abs(dt);
+  for (int flip = N / 2; flip; flip /= 2) {
+    const T other = __shfl_xor_sync(ALL, norm, flip);
+    norm = max(norm, other) + 0 * (norm + other);  // NaN stays, and infinity becomes it
+  }
+  if (std::isfinite(norm)) return dt;
+  norm = 0;
+  return NAN;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -220,11 +234,13 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
   alignas(16) __shared__ T pivot_rows[32 / N][2 * N + WIDE<T>];  // two that are read at once lie in other banks
   const Team<N> own;
   const int n = int(A.size[1]), r = own.lane;
-  const T dt = step_of<T>(own, delta);
   Square<T, N>&square = squares[own.number], &input = inputs[own.number];
   T* const line = pivot_rows[own.number];
 
-  Column<T, N>(own, A, 0).template put<false>(own, square, dt / 2);
+  Column<T, N> column(own, A, 0);
+  T norm;
+  const T dt = step_of(own, delta, column, norm);
+  column.template put<false>(own, square, dt / 2);
   T m[N], x[N];
   UNROLL
   for (int j = 0; j < N; j += W) {
@@ -309,7 +325,7 @@ __global__ void __launch_bounds__(32) invert_backward(View<const T, 3> dA_bar,  
   alignas(16) __shared__ Square<T, N> inverses[32 / N], lefts[32 / N], rights[32 / N];
   const Team<N> own;
   const int n = int(A.size[1]);
-  const T dt = step_of<T>(own, delta);
+  const T dt = own.matrix < delta.size[0] ? delta(own.matrix) : 0;
   Square<T, N>&turned = inverses[own.number], &left = lefts[own.number], &right = rights[own.number];
 
   Column<T, N>(own, inverse, 0).template put<true>(own, turned, 1);
@@ -353,26 +369,13 @@ struct Course {
   T dt, scale = 1;  // scale: 2^-doublings
   int blocks = 1, doublings = 0, most_blocks, most_doublings;
 
-  // From the columns of A. A matrix that has an entry without a value has none in its results.
   __device__ __forceinline__ Course(const Team<N>& own, const View<const T, 1>& delta, const Column<T, N>& a) {
-    dt = step_of<T>(own, delta);
-    T norm = 0;
-    UNROLL
-    for (int r = 0; r < N; ++r) norm += std::abs(a.at[r]);
-    norm *= std::abs(dt);
-    for (int flip = N / 2; flip; flip /= 2) {
-      const T other = __shfl_xor_sync(ALL, norm, flip);
-      norm = max(norm, other) + 0 * (norm + other);  // NaN stays, and infinity becomes it
-    }
-    if (std::isfinite(norm)) {
-      const T fraction = std::frexp(norm, &doublings);
-      doublings = max(doublings + (fraction > largest_norm<T>(BLOCKS<T>)), 0);
-      scale = std::ldexp(T(1), -doublings);
-      UNROLL
-      for (int b = BLOCKS<T> - 1; b; --b) blocks += norm * scale > largest_norm<T>(b);
-    } else {
-      dt = NAN;
-    }
+    T norm;
+    dt = step_of(own, delta, a, norm);
+    const T fraction = std::frexp(norm, &doublings);
+    doublings = max(doublings + (fraction > largest_norm<T>(BLOCKS<T>)), 0);
+    scale = std::ldexp(T(1), -doublings);
+    for (int b = BLOCKS<T> - 1; b; --b) blocks += norm * scale > largest_norm<T>(b);
     most_blocks = blocks, most_doublings = doublings;
     for (int flip = 16; flip; flip /= 2) {
       most_blocks = max(most_blocks, __shfl_xor_sync(ALL, most_blocks, flip));

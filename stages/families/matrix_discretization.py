@@ -171,10 +171,10 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
             A_bar, [..., n, n], and B_bar, [..., n, m]. With "foh" A_bar, B_prev and B_bar: the input is then
             B_prev u_(t-1) + B_bar u_t. All contiguous, and differentiable once, for A, B and delta.
 
-            Where 1 - delta A / 2 is singular to the last digit, no entry of bilinear's results is finite; where it
-            nearly is, they are as large as they have to be. A matrix with NaN or infinity in delta A has NaN in all
-            entries that zoh and foh give, and in A_bar of bilinear some. What is past the range of the type is infinite
-            or NaN. Other matrices of the batch do not feel any of it.
+            A matrix with NaN or infinity in delta A has NaN in all entries of its results. Where 1 - delta A / 2 is
+            singular to the last digit, no entry of what bilinear gives is finite; where it nearly is, they are large,
+            as they have to be. What is past the range of the type is infinite or NaN. Other matrices of the batch do
+            not feel any of it.
 
         Raises:
             TypeError: A tensor is none, is not dense, or has another dtype than those above or than its fellows, or
@@ -215,7 +215,7 @@ def common_batch(A: Tensor, B: Tensor, delta: Tensor) -> torch.Size:
 def flat(x: Tensor, batch: torch.Size, rest: int) -> Tensor:
     """x for each of the batch, with one dimension for all of it before the `rest` last ones."""
     own = x.shape[x.dim() - rest :]
-    return x.expand(*batch, *own).reshape(batch.numel(), *own)
+    return x.expand((*batch, *own)).reshape((batch.numel(), *own))
 
 
 def check(A: Tensor, B: Tensor, delta: Tensor, method: str) -> None:
@@ -311,7 +311,10 @@ def tolerance(sizes: Mapping[str, int], dtype: torch.dtype, *, method: str = "bi
         allowed = 2 * unit_roundoff(dtype)
     else:
         allowed = 1e-13 if dtype is torch.float64 else 3e-6  # torch's exponential in float64 is 4e-14 off itself
-    return dict.fromkeys((*OUTPUTS(method="foh"), *ARGUMENTS), allowed)
+    # The gradient of a step is a sum of so many products, of both signs.
+    terms = sizes.get("n", 0) * (sizes.get("n", 0) + sizes.get("m", 0))
+    names = (*OUTPUTS(method="foh"), *ARGUMENTS)
+    return dict.fromkeys(names, allowed) | {"delta": allowed * max(1.0, terms**0.5 / 8)}
 
 
 def incumbent(A: Tensor, B: Tensor, delta: Tensor, *, method: str) -> tuple[Tensor, ...]:
