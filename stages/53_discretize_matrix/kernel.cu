@@ -160,7 +160,7 @@ struct Column {
   }
 };
 
-// factor a, less the identity where it is `reduced`, into memory: `columns` from col0 on.
+// factor a, less the identity where it is `reduced`, into memory, from column col0 on.
 template <typename T, int N>
 __device__ __forceinline__ void store(const Team<N>& own, const View<T, 3>& to, int64_t col0, const Square<T, N>& a,
                                       T factor, bool reduced = false) {
@@ -227,8 +227,7 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
                                              View<const T, 1> delta,  // [batch]
                                              View<T, 3> A_bar,        // [batch, n, n]
                                              View<T, 3> B_bar,        // [batch, n, m]
-                                             View<T, 3> inverse)      // [batch, n, n] for the backward, or
-{                                                                     // empty
+                                             View<T, 3> inverse) {    // [batch, n, n], or empty
   constexpr int W = WIDE<T>;
   alignas(16) __shared__ Square<T, N> squares[32 / N], inputs[32 / N];
   alignas(16) __shared__ T pivot_rows[32 / N][2 * N + WIDE<T>];  // two that are read at once lie in other banks
