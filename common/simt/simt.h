@@ -441,5 +441,6 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline int __double2hiint(double x) { return int(std::bit_cast<uint64_t>(x) >> 32); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline float __fdividef(float a, float b) { return a / b; }

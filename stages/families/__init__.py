@@ -12,8 +12,8 @@ A family is a module of this package with these names:
     reference(*arguments)                   the truth, in float64 on the given (rounded) arguments
     tolerance(sizes, dtype)                 how far from it a result may be: r = |x - ref| / |ref|, and gradients alike
     incumbent(*arguments), INCUMBENT        what a user would call instead, and its name
-    OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one);
-                    or a function that gives them for the options, where that depends on them
+    OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one); a
+                    function of the options where they depend on these
     COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
     SWEEP, backward_work                    if they are there: like BENCH, what stages are compared at, with one size

@@ -20,7 +20,7 @@ from stages.families import widened
 from stages.toolkit import build, chapter, mutate, render
 from stages.toolkit.device import processor
 from stages.toolkit.stage import Stage, load, names
-from stages.toolkit.verify import kinds_of, outputs, relative_error
+from stages.toolkit.verify import output_names, outputs, relative_error
 
 PATH = build.PACKAGE / "measured" / "accuracy.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
@@ -66,7 +66,7 @@ def compare(
     """r = |x - ref| / |ref| of the result and of each gradient."""
     arguments, grads = family.make_long(dtype, device, **options)
     found, truths = _results(function, arguments, grads, options), _truth(family, dtype, tuple(options.items()))
-    keys = (*kinds_of(family, options), *list(inspect.signature(function).parameters)[: len(arguments)])
+    keys = (*output_names(family, options), *list(inspect.signature(function).parameters)[: len(arguments)])
     errors = (relative_error(x.cpu(), ref) for x, ref in zip(found, truths, strict=True))
     return {key: float(f"{error:.3g}") for key, error in zip(keys, errors, strict=True)}
 

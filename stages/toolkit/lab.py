@@ -113,7 +113,7 @@ class Kernel:
         report.trace.sort(key=lambda access: access.block)  # blocks run side by side
         expected = verify.outputs(family.reference(*arguments, **self.options))
         tolerance = family.tolerance(self.stage.sizes(sizes), self.dtype, **self.options)
-        kinds = verify.kinds_of(family, self.options)
+        kinds = verify.output_names(family, self.options)
         found = zip(kinds, verify.outputs(output), expected, strict=True)
         return report, all(verify.relative_error(x, ref) <= tolerance[kind] for kind, x, ref in found)
 

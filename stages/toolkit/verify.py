@@ -39,10 +39,10 @@ def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def kinds_of(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
-    """The names of a function's results with these options, "output" if there is but one."""
-    kinds = getattr(family, "OUTPUTS", ("output",))
-    return kinds(**options) if callable(kinds) else kinds
+def output_names(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
+    """What a family's results are called, which may depend on the options."""
+    names = getattr(family, "OUTPUTS", ("output",))
+    return names(**options) if callable(names) else names
 
 
 def verify(
@@ -66,7 +66,7 @@ def verify(
     truth = [widened(x.detach()).requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     results, expected = outputs(stage.function(*given, **options)), outputs(family.reference(*truth, **options))
     tolerance = family.tolerance(sizes, dtype, **options)
-    kinds = kinds_of(family, options)
+    kinds = output_names(family, options)
     pairs = [(kind, kind, x.detach(), ref.detach()) for kind, x, ref in zip(kinds, results, expected, strict=True)]
     if stage.gradients:
         generator = torch.Generator(results[0].device).manual_seed(seed + 1)
