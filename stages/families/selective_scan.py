@@ -84,7 +84,7 @@ INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pair
 
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
 MOST_STATES = 256  # of a channel
-CHUNK = 128  # steps: what the states are before each of them is kept for the backward
+BLOCKS = {"cpu": 2, "cuda": 256}  # of the backward, if there are so many channels: they share those of a piece of time
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
@@ -92,12 +92,17 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
     return 4
 
 
+def chunk(A: Tensor) -> int:
+    """How many steps lie between those before which the states are kept for the backward."""
+    return 32 if A.dtype is torch.complex128 else 128
+
+
 def define(
     name: str, kernels: Kernels, *, backward: bool = True, states_of_a_lane: Callable[[Tensor, Tensor], int]
 ) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Register the operator of a stage and return its public function.
 
-    The operator gives y, the last state, and for a backward the states before every CHUNK of steps (none where nobody
+    The operator gives y, the last state, and for a backward the states before every chunk of steps (none where nobody
     asks for gradients). The kernel knows B and C as [B, groups, n, T]; what holds for all time has a group for each
     channel and T = 1. A, D, delta_bias and states are float32 for 16-bit u; what is not there is an empty tensor.
 
@@ -143,16 +148,85 @@ def define(
         save=True,
     ) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *A.shape)
-        chunks = -(-u.shape[2] // CHUNK) if save else 0
+        chunks = -(-u.shape[2] // chunk(A)) if save else 0
         y = operator.empty(u.shape, like=u)
         return y, operator.empty(of_states, like=A), operator.empty((chunks, *of_states), like=A)
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.softplus, ctx.method, _ = inputs
+        ctx.save_for_backward(*tensors, output[2])
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
 
-    def differentiate(ctx, dy: Tensor, dlast: Tensor, _states) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+    def differentiate(ctx, dy: Tensor | None, dlast: Tensor | None, _states) -> tuple[Tensor | None, ...]:
+        if not backward:
+            raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+        if dy is None and dlast is None:
+            return (None,) * 12
+        *tensors, initial_state, states = ctx.saved_tensors
+        u, A = tensors[0], tensors[2]
+        dy = operator.nothing(u.shape, like=u) if dy is None else dy
+        dlast = operator.nothing((u.shape[0], *A.shape), like=A) if dlast is None else dlast
+        *grads, dinitial = compute_backward(dy, dlast, *tensors, states, ctx.softplus, ctx.method)
+        grads = [None if x is None else grad for x, grad in zip(tensors, grads, strict=True)]
+        return *grads, None if initial_state is None else dinitial, None, None, None
 
+    def run_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, states, softplus, method) -> tuple[Tensor, ...]:
+        results = fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias)
+        du, ddelta, _, _, _, _, dz, _, dinitial = results
+        batch, channels, seq = u.shape
+        if batch * channels == 0:
+            return tuple(x.zero_() for x in results)
+        by_group = [in_groups(x, u) for x in (B, C)]
+        # What is summed over time, batches or channels is so in places of its own, which are added up in order.
+        chunks, foh = -(-seq // chunk(A)), METHODS[method] == "foh"
+        carried = operator.empty(((1 + foh) * chunks, batch, *A.shape), like=A)
+        in_group = [channels if x.shape[3] == 1 else channels // x.shape[1] for x in by_group]
+        share = math.gcd(*in_group)
+        blocks = max(1, chunks * batch * (channels // share))
+        parts = min(-(-share // 64), -(-BLOCKS[u.device.type] // blocks))
+        of_bc = [
+            operator.empty((chunks, batch, *A.shape, 1) if x.shape[3] == 1 else (n // share * parts, *x.shape), like=A)
+            for x, n in zip(by_group, in_group, strict=True)
+        ]
+        of_d, of_bias = (
+            operator.empty((0, 0, 0) if x is None else (chunks, batch, channels), like=u, dtype=accumulator(u.dtype))
+            for x in (D, delta_bias)
+        )
+        D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
+        given = (dy, dlast, u, delta, A, *by_group, D, z, delta_bias, states)
+        scratch = (du, ddelta, dz, dinitial, carried, *of_bc, of_d, of_bias)
+        options = (softplus, method, parts, states_of_a_lane(u, A))
+        kernels.launch("selective_scan_backward", u.device, *given, *scratch, *options)
+        dbc = []
+        for x, parts_of_x in zip((B, C), of_bc, strict=True):
+            if x.dim() == 2:
+                total = parts_of_x.sum((0, 1))[..., 0]
+            elif x.shape[-1] == 1:  # a group's channels, which have all been taken for groups
+                total = parts_of_x.sum(0).unflatten(1, (in_groups(x, u).shape[1], -1)).sum(2).view(x.shape)
+            else:
+                total = (parts_of_x[0] if len(parts_of_x) == 1 else parts_of_x.sum(0)).view(x.shape)
+            dbc.append(total.to(x.dtype))
+        return du, ddelta, carried[:chunks].sum((0, 1)), *dbc, of_d.sum((0, 1)), dz, of_bias.sum((0, 1)), dinitial
+
+    def fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, *_) -> tuple[Tensor, ...]:
+        D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
+        results = (u, delta, A, B, C, D, z, delta_bias, dlast)
+        return tuple(operator.empty(x.shape, like=x) for x in results)
+
+    def twice(ctx, *grads: Tensor):
+        raise NotImplementedError(f"stages::{name} has no second derivatives: its backward is not differentiable")
+
+    if backward:
+        compute_backward = operator.register(
+            f"{name}_backward",
+            "(Tensor dy, Tensor dlast, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+            "Tensor? delta_bias, Tensor states, bool delta_softplus, int method)"
+            " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+            run_backward,
+            fake=fake_backward,
+            backward=twice,
+        )
     compute = operator.register(
         name,
         "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
