@@ -1,21 +1,24 @@
-// Stage 51: discretize and scan in one kernel, forward
+// Stage 52: the selective scan, forward and backward
 //
-// Problem   h[t] = A_bar h[t - 1] + gain B[t] u[t] of each batch, channel and state, A_bar and gain made of A and the step
-//           dt = delta, or softplus(delta + bias), by one of nine methods; y = (sum over states C[t] h[t] + D u) silu(z).
-//           u, delta, z, y [B, d, T], A [d, n], B, C [B, groups, n, T] or [B, d, n, 1], h [B, d, n], D, bias [d].
-// Before    Stage 45 reads a and b and writes h. Here each would be n times as large as u, which is all that there is.
-// Idea      What is n times as large never leaves the registers. A lane walks through time with S states of one channel,
-//           and makes A_bar and gain of each as it goes: an exponential, a multiplication and two more that add up h and
-//           y. With n = 16 that is 32 bytes of arithmetic for each byte of memory: exponentials are what it costs, 16 a
-//           clock and multiprocessor. All else is done for a tile of time at once, by all threads: softplus, which all
-//           states of a channel share, and turning rows of time into rows of channels and of states.
-// Mapping   block: CH channels of one batch, all T steps.  thread: S states of channel threadIdx % CH. So the lanes of a
-//           warp have the same states of different channels, and one number of B and of C is loaded for all of them.
-//           While a tile of TILE steps is walked, the next one comes by asynchronous copies.
+// Problem   The gradients of stage 51 for all that goes into it, through y and through the last state, for every method.
+//           With g = dy silu(z) and lambda[t] the gradient of h[t]: lambda[t] = C[t] g[t] + A_bar[t + 1] lambda[t + 1];
+//           dC = g h, d(A_bar) = lambda h[t - 1], d(gain) = lambda B u, and from these by the method's derivatives dA and
+//           d(dt); dB and du from gain lambda. Sums over states: du, d(dt). Over channels: dB, dC. Over time: dA.
+// Before    Stage 51 forgets all states but the last. All of all steps would be n times as large as u, 128 times 4 bytes
+//           a step and channel of n = 16 twice over, where all else is 6 numbers.
+// Idea      Keep the states before every CHUNK of steps, and make the others anew. A walk back in time, which is stage 51
+//           the other way round, finds the gradients of the states after every CHUNK. Then chunks have nothing to do with
+//           each other, and all of them are worked on at once: long sequences of few channels fill the card, too.
+// Mapping   walk: as in stage 51.  gradients, block: a chunk of time, and one piece after the other of the channels that
+//           have the same B and C; so few sums over channels are left to be added up.  warp: WIDTH channels, OF_WARP
+//           states of each.  thread: OF_LANE states. It goes through the chunk once to find its states before every SUB
+//           steps, and back by SUB steps at a time, whose states it makes a third time, into registers.
+//           Sums over channels and states: shuffles that halve what is left to be summed, then shared memory, in order.
 // Cost      see `cost` in stage.py.
-// Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. The states of
-//           a channel are at most 256. Lanes past the last channel of a group have nothing to do.
-// Run       python -m stages run 51
+// Limits    Without gradients it is stage 51. Beside inputs, results and gradients there are two numbers of each state for
+//           each chunk in memory, for foh three. With n = 16 that is 1 byte to 12 or more of u, delta, y and gradients.
+//           Of complex128 a chunk is shorter. Few states leave lanes without one.
+// Run       python -m stages run 52
 
 #include <algorithm>
 #include <cmath>
@@ -319,19 +322,19 @@ struct Plan {
 template <typename N, Method M, int S, bool BACK>
 __global__ void __launch_bounds__(MOST_THREADS)
     walk(Rows<3> u,                       // [batch, channels, seq]
-                   Rows<3> delta,                   // [batch, channels, seq]
-                   View<const N, 2> A,              // [channels, states]
-                   Rows<4> B,                       // [batch, groups, states, seq], or with 1 for seq
-                   Rows<4> C,                       // likewise
-                   View<const Real<N>, 1> D,        // [channels], or empty
-                   Rows<3> z,                       // [batch, channels, seq], or empty
-                   View<const Real<N>, 1> bias,     // [channels], or empty
-                   View<const N, 3> initial_state,  // [batch, channels, states], or empty
-                   Rows<3> y,                       // [batch, channels, seq]
-                   View<N, 3> last_state,           // [batch, channels, states]
-                   View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK;
-                                                    // BACK: after each, and as many more for `before`
-                   bool with_softplus, Plan plan) {
+         Rows<3> delta,                   // [batch, channels, seq]
+         View<const N, 2> A,              // [channels, states]
+         Rows<4> B,                       // [batch, groups, states, seq], or with 1 for seq
+         Rows<4> C,                       // likewise
+         View<const Real<N>, 1> D,        // [channels], or empty
+         Rows<3> z,                       // [batch, channels, seq], or empty
+         View<const Real<N>, 1> bias,     // [channels], or empty
+         View<const N, 3> initial_state,  // [batch, channels, states], or empty
+         Rows<3> y,                       // [batch, channels, seq]
+         View<N, 3> last_state,           // [batch, channels, states]
+         View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK;
+                                          // BACK: after each, and as many more for `before`
+         bool with_softplus, Plan plan) {
   using T = Real<N>;
   constexpr int TILE = STEPS<N>;
   DYNAMIC_SHARED(unsigned char, shared);
@@ -466,7 +469,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
     const N rate = A(channel, state0 + j);
     state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), BACK ? conj(rate) : rate);
   }
-  const auto keep = [&](N* to, N State<N, M>::*what = &State<N, M>::h) {  // to: the channel's states in memory
+  const auto keep = [&](N* to, N State<N, M>::* what = & State<N, M>::h) {  // to: the channel's states in memory
     UNROLL
     for (int j = 0; j < S; ++j) {
       if (present && state0 + j < states) to[state0 + j] = state[j].*what;
@@ -550,15 +553,15 @@ constexpr int SUB = sizeof(N) == 16 ? 4 : 8;  // steps whose states are in regis
 constexpr int WARPS = 8;                      // of a block; twice as many for very many states
 template <typename N>
 constexpr int WIDEST = sizeof(N) == 4 ? 512 : 256;  // threads of a block with 256 states
-constexpr int SHARED = 112 << 10;  // bytes, so that a multiprocessor has two blocks, if that may be
+constexpr int SHARED = 112 << 10;                   // bytes, so that a multiprocessor has two blocks, if that may be
 
 // How the work is cut, and where a block's shared memory has what, in bytes.
 struct GradientPlan {
-  int64_t share;                               // neighbouring channels that have the same groups of B and of C
-  int parts, pieces;                           // blocks that share these, and how many blocks' channels they are
-  int of_states, channels, tile;               // warps that share a channel; a block's channels; steps in shared memory
-  int kept, lengths, inputs, outer, gates;     // states before each SUB steps; dt, u, gradients of y: [channel][step]
-  int b, c, of_bc, sums;                       // [step][state]; what warps add to gradients of B and C, of u, dt and z
+  int64_t share;                            // neighbouring channels that have the same groups of B and of C
+  int parts, pieces;                        // blocks that share these, and how many blocks' channels they are
+  int of_states, channels, tile;            // warps that share a channel; a block's channels; steps in shared memory
+  int kept, lengths, inputs, outer, gates;  // states before each SUB steps; dt, u, gradients of y: [channel][step]
+  int b, c, of_bc, sums;                    // [step][state]; what warps add to gradients of B and C, of u, dt and z
   int bytes;
 };
 
@@ -760,8 +763,8 @@ __global__ void __launch_bounds__(WIDEST<N>)
           N before = 0;
           if (j < count && t0 > 0) {
             with_type<N>(B.dtype, [&]<typename From>() {
-              before = N(*reinterpret_cast<const From*>(group_of(B, channel0) + j * B.stride[2] +
-                                                        (t0 - 1) * B.stride[3]));
+              before =
+                  N(*reinterpret_cast<const From*>(group_of(B, channel0) + j * B.stride[2] + (t0 - 1) * B.stride[3]));
             });
           }
           tile_b[plan.tile * pitch_bc + j] = before;
@@ -809,8 +812,9 @@ __global__ void __launch_bounds__(WIDEST<N>)
     // From the state before the chunk to those before each K steps.
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      __syncthreads();  // nobody needs any more what stands where the tile goes
-      if (tile == 0) {
+      if (tile > 0) {
+        __syncthreads();  // nobody needs the tile before any more
+      } else {
         if (holds_b) hold(B, tile_b, 1);
         if (holds_c) hold(C, tile_c, PARTS<N>);
       }
@@ -847,9 +851,8 @@ __global__ void __launch_bounds__(WIDEST<N>)
     for (int tile = tiles - 1; tile >= 0; --tile) {
       const int64_t t0 = chunk0 + tile * plan.tile;
       if (tile < tiles - 1) {
-        __syncthreads();  // nobody needs the tile any more
         prepare(t0, true);
-        __syncthreads();  // the next one is there
+        __syncthreads();  // it is there
       }
       const int steps = min(chunk_steps - tile * plan.tile, plan.tile);
 #pragma unroll 1
@@ -881,7 +884,7 @@ __global__ void __launch_bounds__(WIDEST<N>)
         }
 
         // What the warps' sums over channels are added up from.
-        const auto give = [&](N(&values)[FOUR * S], int which, int k) {
+        const auto give = [&](N(&values)[FOUR* S], int which, int k) {
           fold<W / 2, 1>(values);
           constexpr int LEFT = FOUR * S / W;
           const int index = lane % W * LEFT;
@@ -948,7 +951,8 @@ __global__ void __launch_bounds__(WIDEST<N>)
                 by_dt = add_seen(by_dt, conj(rate[j]), by_z), by_input = add_seen(by_input, conj(b_row[j]), lambda);
                 values[(k - k4) * S + j] = lambda * (dt * input);
               } else {
-                const Derivatives<N> by = differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, a[k][j]});
+                const Derivatives<N> by =
+                    differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, a[k][j]});
                 const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b_row[j] * input);
                 N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
                 N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
@@ -1031,7 +1035,7 @@ __global__ void __launch_bounds__(WIDEST<N>)
         };
         if (!holds_b) add_up(dB, to_b, 0);
         if (!holds_c) add_up(dC, to_c, 1);
-        __syncthreads();  // nobody needs what was given any more
+        __syncthreads();  // nobody needs what was given any more, nor after the last of its steps the tile
       }
     }
 

@@ -172,11 +172,9 @@ def define(
         return *grads, None if initial_state is None else dinitial, None, None, None
 
     def run_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, states, softplus, method) -> tuple[Tensor, ...]:
-        results = fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias)
-        du, ddelta, _, _, _, _, dz, _, dinitial = results
         batch, channels, seq = u.shape
         if batch * channels == 0:
-            return tuple(x.zero_() for x in results)
+            return tuple(x.zero_() for x in fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias))
         by_group = [in_groups(x, u) for x in (B, C)]
         # What is summed over time, batches or channels is so in places of its own, which are added up in order.
         chunks, foh = -(-seq // chunk(A)), METHODS[method] == "foh"
@@ -194,6 +192,7 @@ def define(
             for x in (D, delta_bias)
         )
         D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
+        du, ddelta, dz, dinitial = (operator.empty(x.shape, like=x) for x in (u, delta, z, dlast))
         given = (dy, dlast, u, delta, A, *by_group, D, z, delta_bias, states)
         scratch = (du, ddelta, dz, dinitial, carried, *of_bc, of_d, of_bias)
         options = (softplus, method, parts, states_of_a_lane(u, A))
@@ -423,7 +422,7 @@ def check(
             )
 
 
-FASTEST = ("51_selective_scan",)
+FASTEST = ("52_selective_scan_backward",)
 
 
 def choose(
