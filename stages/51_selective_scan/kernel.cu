@@ -12,9 +12,14 @@
 // Mapping   block: CH channels of one batch, all T steps.  thread: S states of channel threadIdx % CH. So the lanes of a
 //           warp have the same states of different channels, and one number of B and of C is loaded for all of them.
 //           While a tile of TILE steps is walked, the next one comes by asynchronous copies.
-// Cost      see `cost` in stage.py.
-// Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. The states of
-//           a channel are at most 256. Lanes past the last channel of a group have nothing to do.
+// Cost      float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32 warps; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W     store sectors  4 L CH + 64 W
+//             shared loads         L (2 CH + 2 n + CH P + 192 W) + 4 W (10 L + 1) wavefronts   barriers  2 L + 2
+//             shared stores        L (2 CH + 2 n + 32 W) + 44                     copies    2 L (CH + n)
+//           of which there are B d / CH. Each number is read once, but B and C once a block. A state and step is five
+//           instructions and an exponential, in the walk; with all else, two more.
+// Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. A channel has
+//           at most 256 states. Of a group of fewer channels than CH the other lanes have nothing to do.
 // Run       python -m stages run 51
 
 #include <algorithm>
@@ -159,7 +164,9 @@ struct State {
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
       } else {
-        h = multiply_add(by.a_bar, h, by.gain * u * b);
+        // A_bar = 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+        const N a_bar = M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+        h = multiply_add(a_bar, h, by.gain * u * b);
       }
     }
   }
@@ -191,47 +198,50 @@ struct Rows {
 
 // What a block copies of a tensor, tile after tile. It stands in shared memory, as registers have better things to hold.
 struct Source {
-  const unsigned char* from;    // the first row's first step
-  int64_t stride_r, stride_t;   // of rows and of steps, in bytes
-  int to, pitch, height, rows;  // where it goes in shared memory, and how many rows that has and the tensor
-  int bytes, groups;
-  bool wide, late;  // late: is needed when a tile has been walked, not before
-};
+  const unsigned char* from;      // the first row's first step
+  int64_t stride_r, stride_t;     // of rows and of steps, in bytes
+  int to, pitch, height, rows;    // where it goes in shared memory, and how many rows that has and the tensor
+  int bytes, groups, wide, late;  // late: is needed when a tile has been walked, not before
 
-template <int D>
-__device__ __forceinline__ Source source_of(const Rows<D>& x, const unsigned char* from, int to, int height, int rows,
-                                            bool late = false) {
-  return {from, x.stride[D - 2], x.stride[D - 1], to, x.pitch, height, rows, x.bytes, x.groups, x.wide, late};
-}
+  template <int D>
+  __device__ __forceinline__ void set(const Rows<D>& x, const unsigned char* first, int place, int places, int there) {
+    from = first, stride_r = x.stride[D - 2], stride_t = x.stride[D - 1], to = place, pitch = x.pitch;
+    height = places, rows = there, bytes = x.bytes, groups = x.groups, wide = x.wide, late = false;
+  }
+};
 
 // Starts the copies of the STEPS steps from step t on; zeros stand where there are no more, or no more rows.
 template <int STEPS>
 __device__ __forceinline__ void fetch(unsigned char* shared, const Source& x, int64_t t, int64_t seq) {
-  const int steps = int(min(seq - t, int64_t(STEPS))), threads = blockDim.x;
+  const unsigned char* from = x.from;
+  const int64_t stride_r = x.stride_r;
+  const int pitch = x.pitch, height = x.height, rows = x.rows, bytes = x.bytes, threads = blockDim.x;
+  const int steps = int(min(seq - t, int64_t(STEPS)));
+  unsigned char* to = shared + x.to;
   if (x.wide) {
     // A thread has the same place in all of its rows.
-    const int row0 = threadIdx.x >> x.groups, more = threads >> x.groups;
-    const int at = (threadIdx.x & ((1 << x.groups) - 1)) * 16;
-    const unsigned char* from = x.from + row0 * x.stride_r + t * x.bytes + at;
-    unsigned char* to = shared + x.to + row0 * x.pitch + at;
-    const int rows = at < steps * x.bytes ? x.rows : 0;
+    const int groups = x.groups, at = (threadIdx.x & ((1 << groups) - 1)) * 16, more = threads >> groups;
+    const int row0 = threadIdx.x >> groups;
+    from += row0 * stride_r + t * bytes + at, to += row0 * pitch + at;
+    const int present = at < steps * bytes ? rows : 0;
 #pragma unroll 1
-    for (int row = row0; row < x.height; row += more, from += more * x.stride_r, to += more * x.pitch) {
-      async_copy<16>(to, from, row < rows);
+    for (int row = row0; row < height; row += more, from += more * stride_r, to += more * pitch) {
+      async_copy<16>(to, from, row < present);
     }
     return;
   }
-  const bool down = x.stride_r < x.stride_t;  // rows lie closer than steps: neighbouring lanes take those
+  const int64_t stride_t = x.stride_t;
+  const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < unsigned(x.height * STEPS); i += threads) {
-    const int row = down ? i % unsigned(x.height) : i / STEPS, k = down ? i / unsigned(x.height) : i % STEPS;
-    unsigned char* to = shared + x.to + row * x.pitch + k * x.bytes;
-    const unsigned char* word = x.from + row * x.stride_r + (t + k) * x.stride_t;
-    const bool inside = row < x.rows && k < steps;
-    if (x.bytes == 16) async_copy<16>(to, word, inside);
-    else if (x.bytes == 8) async_copy<8>(to, word, inside);
-    else if (x.bytes == 4) async_copy<4>(to, word, inside);
-    else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
+  for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += threads) {
+    const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
+    unsigned char* place = to + row * pitch + k * bytes;
+    const unsigned char* word = from + row * stride_r + (t + k) * stride_t;
+    const bool inside = row < rows && k < steps;
+    if (bytes == 16) async_copy<16>(place, word, inside);
+    else if (bytes == 8) async_copy<8>(place, word, inside);
+    else if (bytes == 4) async_copy<4>(place, word, inside);
+    else *reinterpret_cast<uint16_t*>(place) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
   }
 }
 
@@ -294,7 +304,7 @@ struct Plan {
 
 // grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c
 template <typename N, Method M, int S>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS, 1)
     selective_scan(Rows<3> u,                       // [batch, channels, seq]
                    Rows<3> delta,                   // [batch, channels, seq]
                    View<const N, 2> A,              // [channels, states]
@@ -352,13 +362,18 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
   };
   __shared__ Source sources[5];
+  const int of_b = 2, of_c = of_b + !holds_b, of_z = of_c + !holds_c, count = of_z + (z.size[0] > 0);
   if (threadIdx.x == 0) {
-    sources[0] = source_of(u, of_channels(u), plan.u, plan.channels, rows);
-    sources[1] = source_of(delta, of_channels(delta), plan.delta, plan.channels, rows);
-    sources[2] = source_of(z, of_channels(z), plan.z, z.size[0] ? plan.channels : 0, rows, true);
-    sources[3] = source_of(B, of_states(B, channel0), plan.B, holds_b ? 0 : plan.padded, states);
-    sources[4] = source_of(C, of_states(C, channel0), plan.C, holds_c ? 0 : plan.padded, states);
+    sources[0].set(u, of_channels(u), plan.u, plan.channels, rows);
+    sources[1].set(delta, of_channels(delta), plan.delta, plan.channels, rows);
+    if (!holds_b) sources[of_b].set(B, of_states(B, channel0), plan.B, plan.padded, states);
+    if (!holds_c) sources[of_c].set(C, of_states(C, channel0), plan.C, plan.padded, states);
+    if (count > of_z) {
+      sources[of_z].set(z, of_channels(z), plan.z, plan.channels, rows);
+      sources[of_z].late = true;
+    }
   }
+
   // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
   const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
   const auto prepare_steps = [&](int steps) {
@@ -453,9 +468,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
     __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
 #pragma unroll 1
-    for (const Source& x : sources) {
-      const int64_t t = x.late ? t0 : t0 + TILE;
-      if (t >= 0 && t < seq) fetch<TILE>(shared, x, t, seq);
+    for (int i = 0; i < count; ++i) {
+      const int64_t t = sources[i].late ? t0 : t0 + TILE;
+      if (t >= 0 && t < seq) fetch<TILE>(shared, sources[i], t, seq);
     }
     async_commit();
     if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));

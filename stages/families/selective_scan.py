@@ -30,7 +30,8 @@ Gu and Dao, Mamba: linear-time sequence modeling with selective state spaces, 20
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,6 @@ from stages.families import (
     Choice,
     Work,
     accumulator,
-    check_fellow,
     check_tensor,
     listing,
     random,
@@ -80,9 +80,12 @@ SWEEP = {
 }
 DTYPES = FLOATING
 COMPLEX_OF = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+# What real tensors may have beside u: what is summed in, or u's own dtype.
+REALS = {dtype: tuple(dict.fromkeys((accumulator(dtype), dtype))) for dtype in FLOATING}
 INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pairs of steps, of all states at a time
 
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
+SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
 BLOCKS = {"cpu": 2, "cuda": 256}  # of the backward, if there are so many channels: they share those of a piece of time
 
@@ -299,10 +302,10 @@ def define(
         check(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **options)
         sums = accumulator(u.dtype)
         numbers = COMPLEX_OF[sums] if A.is_complex() else sums
-        B, C = (paired(x, u, A) for x in (B, C))
-        A = A.to(numbers)
-        initial_state = None if initial_state is None else initial_state.to(numbers)
-        D, delta_bias = (None if x is None else x.to(sums) for x in (D, delta_bias))
+        if A.is_complex():
+            B, C = paired(B, u, A), paired(C, u, A)
+        A, initial_state = of_type(A, numbers), of_type(initial_state, numbers)
+        D, delta_bias = of_type(D, sums), of_type(delta_bias, sums)
         tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
         save = backward and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         y, last, _ = compute(*tensors, delta_softplus, METHODS.index(discretization_method), save)
@@ -315,17 +318,31 @@ def in_groups(x: Tensor, u: Tensor) -> Tensor:
     """B or C as [B, groups, n, T], by a view; T is 1, and there is a group for each channel, if it holds for all."""
     if x.dim() == 2:
         return x[None, :, :, None].expand(u.shape[0], -1, -1, -1)
-    return x[:, None] if x.dim() == 3 else x
+    return x.unsqueeze(1) if x.dim() == 3 else x
+
+
+@cache
+def absent(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the kernel gets for an argument that is not there."""
+    return torch.empty((0,) * rank, dtype=dtype, device=device)
 
 
 def present(
     u: Tensor, A: Tensor, D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The arguments, and empty tensors for those that are not there."""
-    sums = accumulator(u.dtype)
-    D, delta_bias = (operator.empty((0,), u, sums) if x is None else x for x in (D, delta_bias))
-    z = operator.empty((0, 0, 0), u) if z is None else z
-    return D, z, delta_bias, operator.empty((0, 0, 0), A) if initial_state is None else initial_state
+    device, sums = u.device, accumulator(u.dtype)
+    return (
+        absent(1, sums, device) if D is None else D,
+        absent(3, u.dtype, device) if z is None else z,
+        absent(1, sums, device) if delta_bias is None else delta_bias,
+        absent(3, A.dtype, device) if initial_state is None else initial_state,
+    )
+
+
+def of_type(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x in that dtype; where it has it, `to` would take a microsecond."""
+    return x if x is None or x.dtype is dtype else x.to(dtype)
 
 
 def paired(x: Tensor, u: Tensor, A: Tensor) -> Tensor:
@@ -353,31 +370,33 @@ def check(
 ) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the selective scan of these makes sense."""
     check_tensor(CALL, "u", u, 3)
-    check_fellow(CALL, "delta", delta, "u", u, 3)
-    sums = accumulator(u.dtype)
-    reals = (u.dtype,) if sums is u.dtype else (sums, u.dtype)
-    numbers = (*reals, COMPLEX_OF[sums])
-    check_tensor(CALL, "A", A, 2, numbers)
-    of_states = numbers[-1:] if A.is_complex() else reals
+    sums, device = accumulator(u.dtype), u.device
+    reals, numbers = REALS[u.dtype], REALS[u.dtype] + (COMPLEX_OF[sums],)
+    check_one("A", A, 2, numbers, device)
+    turns = A.is_complex()
+    own, of_states = (u.dtype,), numbers[-1:] if turns else reals
+    check_one("delta", delta, 3, own, device)
     for name, value in (("B", B), ("C", C)):
-        check_tensor(CALL, name, value, None, numbers if A.is_complex() else reals)
-        if value.dim() not in (2, 3, 4):
+        if not (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
+            check_tensor(CALL, name, value, None, numbers if turns else reals)
             count = f"{value.dim()} dimension{'' if value.dim() == 1 else 's'}"
             raise ValueError(f"{CALL}: {name} has {count} {shape(value)}; allowed: 2, 3 or 4")
-        if value.dim() == 2 and A.is_complex() and not value.is_complex():
+        check_one(name, value, value.dim(), numbers if turns else reals, device)
+        if turns and value.dim() == 2 and not value.is_complex():
             raise TypeError(
                 f"{CALL}: {name} has dtype {value.dtype}, holds for all time and A is complex; allowed: {numbers[-1]}"
             )
-    optional = (("D", D, 1, reals), ("z", z, 3, (u.dtype,)), ("delta_bias", delta_bias, 1, reals))
-    optional = [x for x in (*optional, ("initial_state", initial_state, 3, of_states)) if x[1] is not None]
-    for name, value, rank, dtypes in optional:
-        check_tensor(CALL, name, value, rank, dtypes)
-    for name, value in (("A", A), ("B", B), ("C", C), *(x[:2] for x in optional)):
-        if value.device != u.device:
-            raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {u.device}; allowed: the same for both")
-    for name, value in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{CALL}: {name} must be True or False, got {type(value).__name__}")
+    if D is not None:
+        check_one("D", D, 1, reals, device)
+    if z is not None:
+        check_one("z", z, 3, own, device)
+    if delta_bias is not None:
+        check_one("delta_bias", delta_bias, 1, reals, device)
+    if initial_state is not None:
+        check_one("initial_state", initial_state, 3, of_states, device)
+    for name, option in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
+        if not isinstance(option, bool):
+            raise TypeError(f"{CALL}: {name} must be True or False, got {type(option).__name__}")
     if not isinstance(discretization_method, str):
         raise TypeError(f"{CALL}: discretization_method must be a str, got {type(discretization_method).__name__}")
     if discretization_method not in METHODS:
@@ -385,9 +404,10 @@ def check(
             f"{CALL}: discretization_method is {discretization_method!r}; allowed: "
             f"{listing([repr(m) for m in METHODS])}"
         )
-    batch, channels, seq = u.shape
+    size = u.shape
+    batch, channels, seq = size
     for name, value in (("delta", delta), ("z", z)):
-        if value is not None and value.shape != u.shape:
+        if value is not None and value.shape != size:
             raise ValueError(f"{CALL}: {name} is {shape(value)} and u is {shape(u)}; allowed: the same shape for both")
     if A.shape[0] != channels:
         raise ValueError(f"{CALL}: A is {shape(A)} and u is {shape(u)}; allowed: (d, n), here ({channels}, n)")
@@ -395,17 +415,20 @@ def check(
     if states > MOST_STATES:
         raise ValueError(f"{CALL}: A is {shape(A)}; allowed: (d, n) with n <= {MOST_STATES}")
     for name, value in (("B", B), ("C", C)):
-        pairs = A.is_complex() and not value.is_complex()
-        steps, letters = (2 * seq, "2 T") if pairs else (seq, "T")
-        groups = value.shape[1] if value.dim() == 4 else 1
-        allowed = {2: (channels, states), 3: (batch, states, steps), 4: (batch, groups, states, steps)}[value.dim()]
-        what = {2: "(d, n)", 3: f"(B, n, {letters})", 4: f"(B, g, n, {letters})"}[value.dim()]
-        if value.shape != allowed:
+        found, rank = value.shape, value.dim()
+        pairs = turns and not value.is_complex()
+        steps = 2 * seq if pairs else seq
+        groups = found[1] if rank == 4 else 1
+        allowed = (
+            (channels, states) if rank == 2 else (batch, states, steps) if rank == 3 else (batch, groups, states, steps)
+        )
+        if found != allowed:
+            what = {2: "(d, n)", 3: "(B, n, T)", 4: "(B, g, n, T)"}[rank].replace("T", "2 T" if pairs else "T")
             raise ValueError(
                 f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {what}, "
                 f"here {allowed}"
             )
-        if groups == 0 and channels or groups and channels % groups:
+        if rank == 4 and (channels % groups if groups else channels):
             raise ValueError(
                 f"{CALL}: {name} is {shape(value)} and u is {shape(u)}; allowed: a number of groups that divides d, "
                 f"here {channels}"
@@ -420,6 +443,20 @@ def check(
                 f"{CALL}: {name} is {shape(value)}, u is {shape(u)} and A is {shape(A)}; allowed: {letters}, "
                 f"here {allowed}"
             )
+
+
+def check_one(name: str, value: object, rank: int, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """`check_tensor`, and that it is on the device of u; quick where all is well."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype in dtypes
+        and value.device == device
+        and value.layout is torch.strided
+        and value.dim() == rank
+    ):
+        return
+    check_tensor(CALL, name, value, rank, dtypes)
+    raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {device}; allowed: the same for both")
 
 
 FASTEST = ("52_selective_scan_backward",)
@@ -468,6 +505,8 @@ def make(
 
     u, delta = (normal(batch, channels, seq) for _ in range(2))
     A = -(0.5 * normal(channels, states)).exp() * (1 + torch.arange(states, device=generator.device) % 16)
+    if discretization_method in SERIES:
+        A = A / 16
     B, C = (normal(batch, states, seq) for _ in range(2))
     if dtype.is_complex:
         A = torch.complex(0.5 * A, 3 * normal(channels, states))

@@ -1,0 +1,49 @@
+"""Stage 51, selective_scan."""
+
+import importlib
+
+import pytest
+import torch
+from selective_scan_cases import SelectiveScanCases, allowed, problem
+
+import stages
+from stages.families import selective_scan as family
+
+stage = importlib.import_module("stages.51_selective_scan.stage")
+states_of_a_lane = stage.states_of_a_lane
+
+
+class TestSelectiveScan(SelectiveScanCases):
+    stage = stages.load("51")
+    odd = (2, 5, 7, 37)
+    small = (2, 3, 2, 5)
+
+    def test_the_error_names_the_stage_that_has_a_backward(self):
+        arguments = problem((1, 2, 3, 20), torch.float32)
+        y = self.stage.function(**{name: x.requires_grad_() for name, x in arguments.items()})
+        with pytest.raises(
+            NotImplementedError, match=r"selective_scan has no backward; stage 52 has one: stages\.load"
+        ):
+            y.sum().backward()
+
+    @pytest.mark.parametrize("states", [5, 16, 33])
+    def test_eight_states_a_lane(self, states, device, monkeypatch):
+        """What many channels get: here a few, too."""
+        monkeypatch.setattr(stage, "ENOUGH_WARPS", 0)
+        for method in family.METHODS:
+            for b in ("variable", "constant"):
+                arguments = problem((2, 35, states, 70), torch.float32, device, b=b, c=b)
+                assert states_of_a_lane(arguments["u"], arguments["A"]) == 8
+                self.compare(arguments, allowed(torch.float32), method=method)
+
+    def test_how_many_states_a_lane_has(self):
+        """8 where that leaves 16 warps for each multiprocessor of an H100."""
+        for sizes, dtype, expected in (
+            ((32, 2048, 16, 1), torch.float32, 8),
+            ((16, 2048, 16, 1), torch.float32, 4),
+            ((64, 2048, 4, 1), torch.float32, 4),
+            ((64, 2048, 16, 1), torch.float64, 4),
+        ):
+            batch, channels, states, seq = sizes
+            u, A = torch.empty(batch, channels, seq, device="meta"), torch.empty(channels, states, device="meta")
+            assert states_of_a_lane(u, A.to(dtype)) == expected
