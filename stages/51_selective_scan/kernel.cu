@@ -43,6 +43,8 @@ constexpr int CHUNK = 128;                           // steps, before each of wh
 constexpr int FOUR = 4;                              // steps that lie together in shared memory
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
+template <typename N, int S>
+constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
@@ -196,54 +198,53 @@ struct Rows {
   }
 };
 
-// What a block copies of a tensor, tile after tile. It stands in shared memory, as registers have better things to hold.
-struct Source {
-  const unsigned char* from;      // the first row's first step
-  int64_t stride_r, stride_t;     // of rows and of steps, in bytes
-  int to, pitch, height, rows;    // where it goes in shared memory, and how many rows that has and the tensor
-  int bytes, groups, wide, late;  // late: is needed when a tile has been walked, not before
+// What a thread copies of a tensor whose rows are made of groups of 16 bytes: the same place in every `more`-th row.
+struct Groups {
+  const unsigned char* from;  // in its first row, at step 0
+  unsigned char* to;
+  int row0, at, more;
 
   template <int D>
-  __device__ __forceinline__ void set(const Rows<D>& x, const unsigned char* first, int place, int places, int there) {
-    from = first, stride_r = x.stride[D - 2], stride_t = x.stride[D - 1], to = place, pitch = x.pitch;
-    height = places, rows = there, bytes = x.bytes, groups = x.groups, wide = x.wide, late = false;
+  __device__ __forceinline__ Groups(const Rows<D>& x, const unsigned char* first, unsigned char* tile)
+      : row0(threadIdx.x >> x.groups), at((threadIdx.x & ((1 << x.groups) - 1)) * 16), more(blockDim.x >> x.groups) {
+    from = first + row0 * x.stride[D - 2] + at, to = tile + row0 * x.pitch + at;
+  }
+
+  // Starts the copies of a tile of `height` rows from step t on; zeros stand where there are no more steps or rows.
+  template <int D>
+  __device__ __forceinline__ void fetch(const Rows<D>& x, int height, int rows, int64_t t, int steps) const {
+    const int there = at < steps * x.bytes ? rows : 0;
+    const unsigned char* word = from + t * x.bytes;
+    unsigned char* place = to;
+#pragma unroll 1
+    for (int row = row0; row < height; row += more, word += more * x.stride[D - 2], place += more * x.pitch) {
+      async_copy<16>(place, word, row < there);
+    }
   }
 };
 
-// Starts the copies of the STEPS steps from step t on; zeros stand where there are no more, or no more rows.
-template <int STEPS>
-__device__ __forceinline__ void fetch(unsigned char* shared, const Source& x, int64_t t, int64_t seq) {
-  const unsigned char* from = x.from;
-  const int64_t stride_r = x.stride_r;
-  const int pitch = x.pitch, height = x.height, rows = x.rows, bytes = x.bytes, threads = blockDim.x;
-  const int steps = int(min(seq - t, int64_t(STEPS)));
-  unsigned char* to = shared + x.to;
-  if (x.wide) {
-    // A thread has the same place in all of its rows.
-    const int groups = x.groups, at = (threadIdx.x & ((1 << groups) - 1)) * 16, more = threads >> groups;
-    const int row0 = threadIdx.x >> groups;
-    from += row0 * stride_r + t * bytes + at, to += row0 * pitch + at;
-    const int present = at < steps * bytes ? rows : 0;
+// A tensor of which that is not so: number by number, and a table of such in shared memory, where it is in nobody's way.
+struct Numbers {
+  const unsigned char* first;
+  int64_t stride_r, stride_t;
+  int tile, pitch, height, rows, bytes, late;  // late: is needed when a tile has been walked, not before
+
+  template <int STEPS>
+  __device__ __forceinline__ void fetch(unsigned char* shared, int64_t t, int steps) const {
+    const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
 #pragma unroll 1
-    for (int row = row0; row < height; row += more, from += more * stride_r, to += more * pitch) {
-      async_copy<16>(to, from, row < present);
+    for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += blockDim.x) {
+      const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
+      unsigned char* to = shared + tile + row * pitch + k * bytes;
+      const unsigned char* word = first + row * stride_r + (t + k) * stride_t;
+      const bool inside = row < rows && k < steps;
+      if (bytes == 16) async_copy<16>(to, word, inside);
+      else if (bytes == 8) async_copy<8>(to, word, inside);
+      else if (bytes == 4) async_copy<4>(to, word, inside);
+      else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
     }
-    return;
   }
-  const int64_t stride_t = x.stride_t;
-  const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
-#pragma unroll 1
-  for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += threads) {
-    const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
-    unsigned char* place = to + row * pitch + k * bytes;
-    const unsigned char* word = from + row * stride_r + (t + k) * stride_t;
-    const bool inside = row < rows && k < steps;
-    if (bytes == 16) async_copy<16>(place, word, inside);
-    else if (bytes == 8) async_copy<8>(place, word, inside);
-    else if (bytes == 4) async_copy<4>(place, word, inside);
-    else *reinterpret_cast<uint16_t*>(place) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
-  }
-}
+};
 
 // body.operator()<T>() for the type T of a tensor's numbers, one of those that are computed with as N.
 template <typename N, typename Body>
@@ -304,7 +305,7 @@ struct Plan {
 
 // grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c
 template <typename N, Method M, int S>
-__global__ void __launch_bounds__(MOST_THREADS, 1)
+__global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
     selective_scan(Rows<3> u,                       // [batch, channels, seq]
                    Rows<3> delta,                   // [batch, channels, seq]
                    View<const N, 2> A,              // [channels, states]
@@ -361,18 +362,45 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
       for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;
     }
   };
-  __shared__ Source sources[5];
-  const int of_b = 2, of_c = of_b + !holds_b, of_z = of_c + !holds_c, count = of_z + (z.size[0] > 0);
-  if (threadIdx.x == 0) {
-    sources[0].set(u, of_channels(u), plan.u, plan.channels, rows);
-    sources[1].set(delta, of_channels(delta), plan.delta, plan.channels, rows);
-    if (!holds_b) sources[of_b].set(B, of_states(B, channel0), plan.B, plan.padded, states);
-    if (!holds_c) sources[of_c].set(C, of_states(C, channel0), plan.C, plan.padded, states);
-    if (count > of_z) {
-      sources[of_z].set(z, of_channels(z), plan.z, plan.channels, rows);
-      sources[of_z].late = true;
+  // A tile of time comes by groups or number by number: what it is walked with, and late, when it has been, the gates.
+  __shared__ Numbers singly[5];
+  const bool gated = z.size[0] > 0;
+  int count = 0;
+  const auto add = [&](const auto& x, const unsigned char* first, int tile, int height, int there, bool late) {
+    if (x.wide || height == 0) return;
+    constexpr int D = sizeof(x.size) / sizeof(int64_t);
+    if (threadIdx.x == 0) {
+      singly[count] = {first, x.stride[D - 2], x.stride[D - 1], tile, x.pitch, height, there, x.bytes, late};
     }
-  }
+    ++count;
+  };
+  const int rows_b = holds_b ? 0 : plan.padded, rows_c = holds_c ? 0 : plan.padded, rows_z = gated ? plan.channels : 0;
+  add(u, of_channels(u), plan.u, plan.channels, rows, false);
+  add(delta, of_channels(delta), plan.delta, plan.channels, rows, false);
+  add(B, of_states(B, channel0), plan.B, rows_b, states, false);
+  add(C, of_states(C, channel0), plan.C, rows_c, states, false);
+  add(z, of_channels(z), plan.z, rows_z, rows, true);
+  const Groups u_groups(u, of_channels(u), shared + plan.u),
+      delta_groups(delta, of_channels(delta), shared + plan.delta);
+  const Groups b_groups(B, of_states(B, channel0), shared + plan.B),
+      c_groups(C, of_states(C, channel0), shared + plan.C);
+  const Groups z_groups(z, of_channels(z), shared + plan.z);
+  const auto fetch_inputs = [&](int64_t t) {
+    const int steps = int(min(seq - t, int64_t(TILE)));
+    if (u.wide) u_groups.fetch(u, plan.channels, rows, t, steps);
+    if (delta.wide) delta_groups.fetch(delta, plan.channels, rows, t, steps);
+    if (B.wide) b_groups.fetch(B, rows_b, states, t, steps);
+    if (C.wide) c_groups.fetch(C, rows_c, states, t, steps);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (!singly[i].late) singly[i].fetch<TILE>(shared, t, steps);
+    }
+  };
+  const auto fetch_gates = [&](int64_t t, int steps) {
+    if (!gated) return;
+    if (z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+    else singly[count - 1].fetch<TILE>(shared, t, steps);
+  };
 
   // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
   const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
@@ -383,10 +411,14 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
       load_four(dt, shared + plan.delta + c * delta.pitch, k * FOUR, delta.dtype);
       load_four(input, shared + plan.u + c * u.pitch, k * FOUR, u.dtype);
       UNROLL
-      for (int i = 0; i < FOUR; ++i) {
-        dt[i] += bias_of_channel;
-        if (with_softplus) dt[i] = softplus(dt[i]);
-        if (k * FOUR + i >= steps) dt[i] = 0;  // and u, which was filled up with zeros: a step that changes nothing
+      for (int i = 0; i < FOUR; ++i) dt[i] += bias_of_channel;
+      if (with_softplus) {
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = softplus(dt[i]);
+      }
+      if (steps < TILE) {  // past the end, where u is 0, a step of no length changes nothing
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = k * FOUR + i < steps ? dt[i] : T(0);
       }
       store_row(lengths + (k * plan.channels + c) * FOUR, dt);
       store_row(inputs + (k * plan.channels + c) * FOUR, input);
@@ -467,11 +499,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
       if (!holds_c) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
     }
     __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int64_t t = sources[i].late ? t0 : t0 + TILE;
-      if (t >= 0 && t < seq) fetch<TILE>(shared, sources[i], t, seq);
-    }
+    if (t0 + TILE < seq) fetch_inputs(t0 + TILE);
+    if (steps > 0) fetch_gates(t0, steps);
     async_commit();
     if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));
 
@@ -536,20 +565,23 @@ Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>&
   return plan;
 }
 
+// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
 template <typename Body>
 void with_method(int method, Body&& body) {
   switch (Method(method)) {
     case Method::mamba: return body.template operator()<Method::mamba>();
-    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::foh: return body.template operator()<Method::foh>();
     case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::highorder: return body.template operator()<Method::highorder>();
     case Method::poly: return body.template operator()<Method::poly>();
     case Method::rk4: return body.template operator()<Method::rk4>();
     case Method::dirac: return body.template operator()<Method::dirac>();
     case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
   }
-  throw std::invalid_argument("method " + std::to_string(method) + " is none of those that there are");
 }
 
 // What is computed with: the type of A, of which there are as many as of the states.

@@ -33,7 +33,7 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Count
     sums = of_u // 2 * lanes
     if (
         itemsize == 2
-    ):  # 8 bytes a lane: rows are 80 bytes apart, so the ninth meets the first, of 8 channels there is none
+    ):  # 8 bytes a lane, of rows that lie 80 bytes apart: the ninth meets the first, if there are so many
         twice = 2 * (of_b + (of_u if channels == 16 else 0))
         turned = 2 * (of_u + of_b) + twice
     else:
@@ -46,19 +46,13 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Count
         load_sectors=blocks * ((warps + 1) * channels * size // 32 + 16 * of_states + tiles * copied // 32),
         store_requests=blocks * (of_states + tiles * parts * of_u // 2),
         store_sectors=blocks * (16 * of_states + tiles * parts * channels * steps * itemsize // 32),
-        shared_load_wavefronts=blocks
-        * (tiles * (turned + walked + sums * 4 * parts * parts) + 4 * warps * (10 * tiles + 1)),
+        shared_load_wavefronts=blocks * tiles * (turned + walked + sums * 4 * parts * parts),
         shared_load_conflicts=blocks * tiles * twice,
-        shared_store_wavefronts=blocks * (tiles * (4 * parts * parts * (of_u + warps * fours) + 4 * parts * of_b) + 44),
+        shared_store_wavefronts=blocks * tiles * 4 * parts * (parts * (of_u + warps * fours) + of_b),
         shared_store_conflicts=blocks * tiles * 8 * (parts - 1) * (of_u + warps * fours),
         shared_copy_wavefronts=blocks * tiles * copied // 512 * (8 if itemsize == 2 else 4),
         barriers=blocks * 2 * (tiles + 1),
     )
-
-
-def options(dtype: torch.dtype) -> tuple[dict[str, str], ...]:
-    """All methods."""
-    return tuple({"discretization_method": method} for method in selective_scan.METHODS)
 
 
 stage = Stage(
@@ -69,7 +63,7 @@ stage = Stage(
     aligned=(1, 16, 16, 64),
     registers=255,
     dtypes=FLOATING + COMPLEX,
-    options=options,
+    options=tuple({"discretization_method": method} for method in ("mamba", "foh", "bilinear")),  # one of each kind
     gradients=False,
     define={"backward": False, "states_of_a_lane": states_of_a_lane},
 )
