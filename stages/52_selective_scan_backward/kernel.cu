@@ -42,6 +42,8 @@ template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
 template <typename N>
 constexpr int CHUNK = sizeof(N) == 16 ? 32 : 128;  // steps, before each of which the states are kept
+template <typename N, int S>
+constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
@@ -146,6 +148,12 @@ __device__ __forceinline__ T silu(T x) {
   return x * reciprocal(T(1) + power(-x * PER_E<T>));
 }
 
+// A_bar. Of bilinear it is 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+template <Method M, typename N>
+__device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
+  return M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+}
+
 // ---- a state --------------------------------------------------------------------------------------------------------
 template <typename N, Method M>
 struct State {
@@ -157,12 +165,9 @@ struct State {
     if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
   }
 
-  // One step; what is left of the state that was.
-  __device__ __forceinline__ N step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
+  __device__ __forceinline__ void step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
     if constexpr (EXPONENT_ALONE<M>) {
-      const N left = decay(a, dt);
-      h = multiply_add(left, h, b * (M == Method::mamba ? dt * u : u));
-      return left;
+      h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
       const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
       if constexpr (M == Method::foh) {
@@ -170,9 +175,8 @@ struct State {
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
       } else {
-        h = multiply_add(by.a_bar, h, by.gain * u * b);
+        h = multiply_add(left_of<M>(a, by), h, by.gain * u * b);
       }
-      return by.a_bar;
     }
   }
 
@@ -183,7 +187,7 @@ struct State {
       h = decay(a, dt) * of_state;
     } else {
       const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
-      h = by.a_bar * of_state;
+      h = left_of<M>(a, by) * of_state;
       if constexpr (M == Method::foh) before = by.previous * of_state;
     }
   }
@@ -213,51 +217,53 @@ struct Rows {
   }
 };
 
-// What a block copies of a tensor, tile after tile. It stands in shared memory, as registers have better things to hold.
-struct Source {
-  const unsigned char* from;    // the first row's first step
-  int64_t stride_r, stride_t;   // of rows and of steps, in bytes
-  int to, pitch, height, rows;  // where it goes in shared memory, and how many rows that has and the tensor
-  int bytes, groups;
-  bool wide, late;  // late: is needed when a tile has been walked, not before
+// What a thread copies of a tensor whose rows are made of groups of 16 bytes: the same place in every `more`-th row.
+struct Groups {
+  const unsigned char* from;  // in its first row, at step 0
+  unsigned char* to;
+  int row0, at, more;
+
+  template <int D>
+  __device__ __forceinline__ Groups(const Rows<D>& x, const unsigned char* first, unsigned char* tile)
+      : row0(threadIdx.x >> x.groups), at((threadIdx.x & ((1 << x.groups) - 1)) * 16), more(blockDim.x >> x.groups) {
+    from = first + row0 * x.stride[D - 2] + at, to = tile + row0 * x.pitch + at;
+  }
+
+  // Starts the copies of a tile of `height` rows from step t on; zeros stand where there are no more steps or rows.
+  template <int D>
+  __device__ __forceinline__ void fetch(const Rows<D>& x, int height, int rows, int64_t t, int steps) const {
+    const int there = at < steps * x.bytes ? rows : 0;
+    const unsigned char* word = from + t * x.bytes;
+    unsigned char* place = to;
+#pragma unroll 1
+    for (int row = row0; row < height; row += more, word += more * x.stride[D - 2], place += more * x.pitch) {
+      async_copy<16>(place, word, row < there);
+    }
+  }
 };
 
-template <int D>
-__device__ __forceinline__ Source source_of(const Rows<D>& x, const unsigned char* from, int to, int height, int rows,
-                                            bool late = false) {
-  return {from, x.stride[D - 2], x.stride[D - 1], to, x.pitch, height, rows, x.bytes, x.groups, x.wide, late};
-}
+// A tensor of which that is not so: number by number, and a table of such in shared memory, where it is in nobody's way.
+struct Numbers {
+  const unsigned char* first;
+  int64_t stride_r, stride_t;
+  int tile, pitch, height, rows, bytes, late;  // late: is needed when a tile has been walked, not before
 
-// Starts the copies of the STEPS steps from step t on; zeros stand where there are no more, or no more rows.
-template <int STEPS>
-__device__ __forceinline__ void fetch(unsigned char* shared, const Source& x, int64_t t, int64_t seq) {
-  const int steps = int(min(seq - t, int64_t(STEPS))), threads = blockDim.x;
-  if (x.wide) {
-    // A thread has the same place in all of its rows.
-    const int row0 = threadIdx.x >> x.groups, more = threads >> x.groups;
-    const int at = (threadIdx.x & ((1 << x.groups) - 1)) * 16;
-    const unsigned char* from = x.from + row0 * x.stride_r + t * x.bytes + at;
-    unsigned char* to = shared + x.to + row0 * x.pitch + at;
-    const int rows = at < steps * x.bytes ? x.rows : 0;
+  template <int STEPS>
+  __device__ __forceinline__ void fetch(unsigned char* shared, int64_t t, int steps) const {
+    const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
 #pragma unroll 1
-    for (int row = row0; row < x.height; row += more, from += more * x.stride_r, to += more * x.pitch) {
-      async_copy<16>(to, from, row < rows);
+    for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += blockDim.x) {
+      const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
+      unsigned char* to = shared + tile + row * pitch + k * bytes;
+      const unsigned char* word = first + row * stride_r + (t + k) * stride_t;
+      const bool inside = row < rows && k < steps;
+      if (bytes == 16) async_copy<16>(to, word, inside);
+      else if (bytes == 8) async_copy<8>(to, word, inside);
+      else if (bytes == 4) async_copy<4>(to, word, inside);
+      else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
     }
-    return;
   }
-  const bool down = x.stride_r < x.stride_t;  // rows lie closer than steps: neighbouring lanes take those
-#pragma unroll 1
-  for (unsigned i = threadIdx.x; i < unsigned(x.height * STEPS); i += threads) {
-    const int row = down ? i % unsigned(x.height) : i / STEPS, k = down ? i / unsigned(x.height) : i % STEPS;
-    unsigned char* to = shared + x.to + row * x.pitch + k * x.bytes;
-    const unsigned char* word = x.from + row * x.stride_r + (t + k) * x.stride_t;
-    const bool inside = row < x.rows && k < steps;
-    if (x.bytes == 16) async_copy<16>(to, word, inside);
-    else if (x.bytes == 8) async_copy<8>(to, word, inside);
-    else if (x.bytes == 4) async_copy<4>(to, word, inside);
-    else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
-  }
-}
+};
 
 // body.operator()<T>() for the type T of a tensor's numbers, one of those that are computed with as N.
 template <typename N, typename Body>
@@ -320,7 +326,7 @@ struct Plan {
 // BACK: from the last step to the first, with dy for u, C for B, and gradients for states; y, C and D are not there, and
 // z is the gate of dy.
 template <typename N, Method M, int S, bool BACK>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
     walk(Rows<3> u,                       // [batch, channels, seq]
          Rows<3> delta,                   // [batch, channels, seq]
          View<const N, 2> A,              // [channels, states]
@@ -379,14 +385,48 @@ __global__ void __launch_bounds__(MOST_THREADS)
       for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;
     }
   };
-  __shared__ Source sources[5];
-  if (threadIdx.x == 0) {
-    sources[0] = source_of(u, of_channels(u), plan.u, plan.channels, rows);
-    sources[1] = source_of(delta, of_channels(delta), plan.delta, plan.channels, rows);
-    sources[2] = source_of(z, of_channels(z), plan.z, z.size[0] ? plan.channels : 0, rows, !BACK);
-    sources[3] = source_of(B, of_states(B, channel0), plan.B, holds_b ? 0 : plan.padded, states);
-    sources[4] = source_of(C, of_states(C, channel0), plan.C, holds_c || BACK ? 0 : plan.padded, states);
-  }
+  // A tile of time comes by groups or number by number: what it is walked with, and late, when it has been, the gates.
+  __shared__ Numbers singly[5];
+  const bool gated = z.size[0] > 0;
+  int count = 0;
+  const auto add = [&](const auto& x, const unsigned char* first, int tile, int height, int there, bool late) {
+    if (x.wide || height == 0) return;
+    constexpr int D = sizeof(x.size) / sizeof(int64_t);
+    if (threadIdx.x == 0) {
+      singly[count] = {first, x.stride[D - 2], x.stride[D - 1], tile, x.pitch, height, there, x.bytes, late};
+    }
+    ++count;
+  };
+  const int rows_b = holds_b ? 0 : plan.padded, rows_c = holds_c || BACK ? 0 : plan.padded,
+            rows_z = gated ? plan.channels : 0;
+  add(u, of_channels(u), plan.u, plan.channels, rows, false);
+  add(delta, of_channels(delta), plan.delta, plan.channels, rows, false);
+  add(B, of_states(B, channel0), plan.B, rows_b, states, false);
+  add(C, of_states(C, channel0), plan.C, rows_c, states, false);
+  add(z, of_channels(z), plan.z, rows_z, rows, !BACK);
+  const Groups u_groups(u, of_channels(u), shared + plan.u),
+      delta_groups(delta, of_channels(delta), shared + plan.delta);
+  const Groups b_groups(B, of_states(B, channel0), shared + plan.B),
+      c_groups(C, of_states(C, channel0), shared + plan.C);
+  const Groups z_groups(z, of_channels(z), shared + plan.z);
+  const auto fetch_inputs = [&](int64_t t) {
+    const int steps = int(min(seq - t, int64_t(TILE)));
+    if (u.wide) u_groups.fetch(u, plan.channels, rows, t, steps);
+    if (delta.wide) delta_groups.fetch(delta, plan.channels, rows, t, steps);
+    if (B.wide) b_groups.fetch(B, rows_b, states, t, steps);
+    if (C.wide) c_groups.fetch(C, rows_c, states, t, steps);
+    if (BACK && gated && z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (!singly[i].late) singly[i].fetch<TILE>(shared, t, steps);
+    }
+  };
+  const auto fetch_gates = [&](int64_t t, int steps) {
+    if (BACK || !gated) return;
+    if (z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+    else singly[count - 1].fetch<TILE>(shared, t, steps);
+  };
+
   // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
   const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
   const auto prepare_steps = [&](int steps) {
@@ -395,17 +435,21 @@ __global__ void __launch_bounds__(MOST_THREADS)
       T dt[FOUR], input[FOUR];
       load_four(dt, shared + plan.delta + c * delta.pitch, k * FOUR, delta.dtype);
       load_four(input, shared + plan.u + c * u.pitch, k * FOUR, u.dtype);
-      if (BACK && z.size[0]) {
+      if (BACK && gated) {
         T gates[FOUR];
         load_four(gates, shared + plan.z + c * z.pitch, k * FOUR, z.dtype);
         UNROLL
         for (int i = 0; i < FOUR; ++i) input[i] *= silu(gates[i]);
       }
       UNROLL
-      for (int i = 0; i < FOUR; ++i) {
-        dt[i] += bias_of_channel;
-        if (with_softplus) dt[i] = softplus(dt[i]);
-        if (k * FOUR + i >= steps) dt[i] = 0;  // and u, which was filled up with zeros: a step that changes nothing
+      for (int i = 0; i < FOUR; ++i) dt[i] += bias_of_channel;
+      if (with_softplus) {
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = softplus(dt[i]);
+      }
+      if (steps < TILE) {  // past the end, where u is 0, a step of no length changes nothing
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = k * FOUR + i < steps ? dt[i] : T(0);
       }
       store_row(lengths + (k * plan.channels + c) * FOUR, dt);
       store_row(inputs + (k * plan.channels + c) * FOUR, input);
@@ -469,10 +513,10 @@ __global__ void __launch_bounds__(MOST_THREADS)
     const N rate = A(channel, state0 + j);
     state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), BACK ? conj(rate) : rate);
   }
-  const auto keep = [&](N* to, N State<N, M>::* what = & State<N, M>::h) {  // to: the channel's states in memory
+  const auto keep = [&](N* to, bool before = false) {  // to: the channel's states in memory
     UNROLL
     for (int j = 0; j < S; ++j) {
-      if (present && state0 + j < states) to[state0 + j] = state[j].*what;
+      if (present && state0 + j < states) to[state0 + j] = before ? state[j].before : state[j].h;
     }
   };
   const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
@@ -490,17 +534,14 @@ __global__ void __launch_bounds__(MOST_THREADS)
       if (!holds_c && !BACK) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
     }
     __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
-#pragma unroll 1
-    for (const Source& x : sources) {
-      const int64_t t = x.late ? t0 : coming;
-      if (t >= 0 && t < seq) fetch<TILE>(shared, x, t, seq);
-    }
+    if (coming >= 0 && coming < seq) fetch_inputs(coming);
+    if (steps > 0) fetch_gates(t0, steps);
     async_commit();
     if (kept.size[0] && steps > 0) {
       if (!BACK && t0 % CHUNK<N> == 0) keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
       if (BACK && ((t0 + TILE) % CHUNK<N> == 0 || n == 0)) {
         keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
-        if (M == Method::foh) keep(&kept(chunks + t0 / CHUNK<N>, batch, channel, 0), &State<N, M>::before);
+        if (M == Method::foh) keep(&kept(chunks + t0 / CHUNK<N>, batch, channel, 0), true);
       }
     }
 
@@ -862,7 +903,7 @@ __global__ void __launch_bounds__(WIDEST<N>)
         const N *const b_of = first_b + k0 * b_step, *const c_of = first_c + k0 * c_step;
 
         // Forward once more, all states of K steps.
-        N start[S], h[K][S], a[K][S];
+        N start[S], h[K][S];
         {
           const N* const from = kept + (tile * plan.tile + k0) / K * threads * S;
           UNROLL
@@ -880,7 +921,7 @@ __global__ void __launch_bounds__(WIDEST<N>)
           N b_row[S];
           load_row(b_row, b_of + k * b_step);
           UNROLL
-          for (int j = 0; j < S; ++j) a[k][j] = state[j].step(dt, over_dt, input, b_row[j]), h[k][j] = state[j].h;
+          for (int j = 0; j < S; ++j) state[j].step(dt, over_dt, input, b_row[j]), h[k][j] = state[j].h;
         }
 
         // What the warps' sums over channels are added up from.
@@ -945,14 +986,14 @@ __global__ void __launch_bounds__(WIDEST<N>)
               const N h_before = k > 0 ? h[k > 0 ? k - 1 : 0][j] : start[j];
               const N lambda = pull[j] + conj(c_row[j]) * grad;  // the gradient of this step's state
               if constexpr (M == Method::mamba) {
-                pull[j] = conj(a[k][j]) * lambda;
+                pull[j] = conj(decay(state[j].a, dt)) * lambda;
                 const N by_z = pull[j] * conj(h_before);
                 of_a[j] = of_a[j] + by_z * dt;
                 by_dt = add_seen(by_dt, conj(rate[j]), by_z), by_input = add_seen(by_input, conj(b_row[j]), lambda);
                 values[(k - k4) * S + j] = lambda * (dt * input);
               } else {
-                const Derivatives<N> by =
-                    differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, a[k][j]});
+                const N e = decay(M == Method::dirac ? state[j].a : scaled(rate[j]), dt);
+                const Derivatives<N> by = differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, e});
                 const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b_row[j] * input);
                 N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
                 N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
@@ -967,7 +1008,7 @@ __global__ void __launch_bounds__(WIDEST<N>)
                 of_a[j] = of_a[j] + by_a, by_dt += real(by_step);
                 by_input = add_seen(by_input, conj(b_row[j]), of_taken);
                 values[(k - k4) * S + j] = of_taken * input;
-                pull[j] = conj(by.value.a_bar) * lambda;
+                pull[j] = conj(left_of<M>(rate[j], by.value)) * lambda;
               }
             }
             of_u[k] = M == Method::mamba ? dt * by_input : by_input;
@@ -1094,20 +1135,23 @@ Plan make_plan(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyVi
   return plan;
 }
 
+// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
 template <typename Body>
 void with_method(int method, Body&& body) {
   switch (Method(method)) {
     case Method::mamba: return body.template operator()<Method::mamba>();
-    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::foh: return body.template operator()<Method::foh>();
     case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+    case Method::zoh: return body.template operator()<Method::zoh>();
     case Method::highorder: return body.template operator()<Method::highorder>();
     case Method::poly: return body.template operator()<Method::poly>();
     case Method::rk4: return body.template operator()<Method::rk4>();
     case Method::dirac: return body.template operator()<Method::dirac>();
     case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
   }
-  throw std::invalid_argument("method " + std::to_string(method) + " is none of those that there are");
 }
 
 // What is computed with: the type of A, of which there are as many as of the states.

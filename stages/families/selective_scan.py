@@ -23,7 +23,7 @@ d / g channels each.
 
 **Padding** is neutral: a step that is not there has dt = 0 after bias and softplus, and not before.
 
-**What a backward needs**: the states before every CHUNK of steps, from which it makes those between anew. Of all states
+**What a backward needs**: the states before every chunk of steps, from which it makes those between anew. Of all states
 of all steps, [B, d, n, T], nothing is ever stored.
 
 Gu and Dao, Mamba: linear-time sequence modeling with selective state spaces, 2023, https://arxiv.org/abs/2312.00752.
@@ -590,7 +590,7 @@ def reference(
     for a_step, b_step in zip(a_bar.unbind(), added.unbind(), strict=True):
         h = a_step * h + b_step
         states.append(h)
-    seen = (torch.stack(states) if states else added) * C
+    seen = (torch.stack(states) if states else a_bar + added) * C
     y = (2 * seen.real if A.is_complex() else seen).sum(3).permute(1, 2, 0)
     y = y if D is None else y + D[:, None] * u
     y = y if z is None else y * F.silu(z)
