@@ -4,8 +4,8 @@
 //           With g = dy silu(z) and lambda[t] the gradient of h[t]: lambda[t] = C[t] g[t] + A_bar[t + 1] lambda[t + 1];
 //           dC = g h, d(A_bar) = lambda h[t - 1], d(gain) = lambda B u, and from these by the method's derivatives dA and
 //           d(dt); dB and du from gain lambda. Sums over states: du, d(dt). Over channels: dB, dC. Over time: dA.
-// Before    Stage 51 forgets all states but the last. All of all steps would be n times as large as u, 128 times 4 bytes
-//           a step and channel of n = 16 twice over, where all else is 6 numbers.
+// Before    Stage 51 forgets all states but the last. Those of all steps would be n times as large as
+//           u, and their gradients, too.
 // Idea      Keep the states before every CHUNK of steps, and make the others anew. A walk back in time, which is stage 51
 //           the other way round, finds the gradients of the states after every CHUNK. Then chunks have nothing to do with
 //           each other, and all of them are worked on at once: long sequences of few channels fill the card, too.
@@ -14,7 +14,12 @@
 //           states of each.  thread: OF_LANE states. It goes through the chunk once to find its states before every SUB
 //           steps, and back by SUB steps at a time, whose states it makes a third time, into registers.
 //           Sums over channels and states: shuffles that halve what is left to be summed, then shared memory, in order.
-// Cost      see `cost` in stage.py.
+// Cost      Forward, float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W     store sectors  4 L CH + 64 W
+//             shared loads         L (2 CH + 2 n + CH P + 192 W) + 4 W (10 L + 1) wavefronts   barriers  2 L + 2
+//             shared stores        L (2 CH + 2 n + 32 W) + 44                     copies    2 L (CH + n)
+//           of which there are B d / CH. Backward: a state and step takes four exponentials, one on the walk back and
+//           three in its chunk, and two shuffles, which two numbers for each of 8 channels are summed up with.
 // Limits    Without gradients it is stage 51. Beside inputs, results and gradients there are two numbers of each state for
 //           each chunk in memory, for foh three. With n = 16 that is 1 byte to 12 or more of u, delta, y and gradients.
 //           Of complex128 a chunk is shorter. Few states leave lanes without one.
