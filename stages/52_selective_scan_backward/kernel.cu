@@ -16,8 +16,8 @@
 //           Sums over channels and states: shuffles that halve what is left to be summed, then shared memory, in order.
 // Cost      Forward, float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32; a block
 //             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W     store sectors  4 L CH + 64 W
-//             shared loads         L (2 CH + 2 n + CH P + 192 W) + 4 W (10 L + 1) wavefronts   barriers  2 L + 2
-//             shared stores        L (2 CH + 2 n + 32 W) + 44                     copies    2 L (CH + n)
+//             shared loads         L (2 CH + 2 n + CH P + 192 W) wavefronts     barriers  2 L + 2
+//             shared stores        L (2 CH + 2 n + 32 W)                copies    2 L (CH + n)
 //           of which there are B d / CH. Backward: a state and step takes four exponentials, one on the walk back and
 //           three in its chunk, and two shuffles, which two numbers for each of 8 channels are summed up with.
 // Limits    Without gradients it is stage 51. Beside inputs, results and gradients there are two numbers of each state for

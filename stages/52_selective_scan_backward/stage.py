@@ -21,7 +21,7 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
 
 
 def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Counts:
-    """The forward's, of all methods, where B and C vary and there are no gates; of few channels, with 4 states a lane."""
+    """The forward, of all methods, where B and C vary and there are no gates; of few channels, with 4 states a lane."""
     double = itemsize == 8
     size, of_a_lane, parts = (8, 2, 2) if double else (4, 4, 1)  # of a number; parts of 16 bytes of FOUR of them
     steps, lanes = 128 // size, n // of_a_lane
