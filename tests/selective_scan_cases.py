@@ -105,8 +105,12 @@ class SelectiveScanCases(StageCases):
         function: Callable | None = None,
         softplus: bool = True,
         method: str = "mamba",
+        like: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """y, the last state, and where the stage has them the gradients of what there is, by their names."""
+        """y, the last state, and where the stage has them the gradients of what there is, by their names.
+
+        `like`: results whose dtypes the gradients of y and of the last state are rounded to.
+        """
         given = {
             n: None if x is None else x.detach().requires_grad_(self.stage.gradients) for n, x in arguments.items()
         }
@@ -116,7 +120,11 @@ class SelectiveScanCases(StageCases):
         found = {name: x.detach() for name, x in zip(family.OUTPUTS, outputs, strict=True)}
         if self.stage.gradients:
             generator = torch.Generator().manual_seed(1)
-            grads = [torch.randn(x.shape, generator=generator, dtype=widened(x).dtype).to(x) for x in outputs]
+            grads = [torch.randn(x.shape, generator=generator, dtype=widened(x).dtype) for x in outputs]
+            grads = [
+                grad.to((like or found)[name].dtype).to(found[name])
+                for name, grad in zip(family.OUTPUTS, grads, strict=True)
+            ]
             there = {name: x for name, x in given.items() if x is not None}
             gradients = torch.autograd.grad(outputs, list(there.values()), grads)
             found |= zip(there, gradients, strict=True)
@@ -129,13 +137,21 @@ class SelectiveScanCases(StageCases):
         softplus: bool = True,
         method: str = "mamba",
     ) -> None:
-        """With the reference on the same, rounded arguments."""
+        """With the reference on the same, rounded arguments.
+
+        A gradient that is a sum of many of both signs may be as far off as the same formula in torch, and half as much.
+        """
         wide = {name: None if x is None else widened(x) for name, x in arguments.items()}
-        truths = self.results(wide, family.reference, softplus, method)
         found = self.results(arguments, None, softplus, method)
+        truths = self.results(wide, family.reference, softplus, method, found)
+        theirs = {}
         for name, truth in truths.items():
             error = relative_error(found[name], truth)
-            assert error <= tolerance[name], f"{method}, {name}: {error:.1e}"
+            if not error <= tolerance[name] and name not in family.OUTPUTS:
+                theirs = theirs or self.results(arguments, family.incumbent, softplus, method, found)
+                assert error <= 1.5 * relative_error(theirs[name], truth), f"{method}, {name}: {error:.1e}"
+            else:
+                assert error <= tolerance[name], f"{method}, {name}: {error:.1e}"
 
     # ---- values
 

@@ -23,7 +23,7 @@ d / g channels each.
 
 **Padding** is neutral: a step that is not there has dt = 0 after bias and softplus, and not before.
 
-**What a backward needs**: the states before every CHUNK of steps, from which it makes those between anew. Of all states
+**What a backward needs**: the states before every chunk of steps, from which it makes those between anew. Of all states
 of all steps, [B, d, n, T], nothing is ever stored.
 
 Gu and Dao, Mamba: linear-time sequence modeling with selective state spaces, 2023, https://arxiv.org/abs/2312.00752.
@@ -87,7 +87,7 @@ INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pair
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
 SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
-CHUNK = 128  # steps: what the states are before each of them is kept for the backward
+BLOCKS = {"cpu": 2, "cuda": 256}  # of the backward, if there are so many channels: they share those of a piece of time
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
@@ -95,12 +95,17 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
     return 4
 
 
+def chunk(A: Tensor) -> int:
+    """How many steps lie between those before which the states are kept for the backward."""
+    return 32 if A.dtype is torch.complex128 else 128
+
+
 def define(
     name: str, kernels: Kernels, *, backward: bool = True, states_of_a_lane: Callable[[Tensor, Tensor], int]
 ) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Register the operator of a stage and return its public function.
 
-    The operator gives y, the last state, and for a backward the states before every CHUNK of steps (none where nobody
+    The operator gives y, the last state, and for a backward the states before every chunk of steps (none where nobody
     asks for gradients). The kernel knows B and C as [B, groups, n, T]; what holds for all time has a group for each
     channel and T = 1. A, D, delta_bias and states are float32 for 16-bit u; what is not there is an empty tensor.
 
@@ -146,16 +151,84 @@ def define(
         save=True,
     ) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *A.shape)
-        chunks = -(-u.shape[2] // CHUNK) if save else 0
+        chunks = -(-u.shape[2] // chunk(A)) if save else 0
         y = operator.empty(u.shape, like=u)
         return y, operator.empty(of_states, like=A), operator.empty((chunks, *of_states), like=A)
 
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.softplus, ctx.method, _ = inputs
+        ctx.save_for_backward(*tensors, output[2])
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
 
-    def differentiate(ctx, dy: Tensor, dlast: Tensor, _states) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+    def differentiate(ctx, dy: Tensor | None, dlast: Tensor | None, _states) -> tuple[Tensor | None, ...]:
+        if not backward:
+            raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+        if dy is None and dlast is None:
+            return (None,) * 12
+        *tensors, initial_state, states = ctx.saved_tensors
+        u, A = tensors[0], tensors[2]
+        dy = operator.nothing(u.shape, like=u) if dy is None else dy
+        dlast = operator.nothing((u.shape[0], *A.shape), like=A) if dlast is None else dlast
+        *grads, dinitial = compute_backward(dy, dlast, *tensors, states, ctx.softplus, ctx.method)
+        grads = [None if x is None else grad for x, grad in zip(tensors, grads, strict=True)]
+        return *grads, None if initial_state is None else dinitial, None, None, None
 
+    def run_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, states, softplus, method) -> tuple[Tensor, ...]:
+        batch, channels, seq = u.shape
+        if batch * channels == 0:
+            return tuple(x.zero_() for x in fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias))
+        by_group = [in_groups(x, u) for x in (B, C)]
+        # What is summed over time, batches or channels is so in places of its own, which are added up in order.
+        chunks, foh = -(-seq // chunk(A)), METHODS[method] == "foh"
+        carried = operator.empty(((1 + foh) * chunks, batch, *A.shape), like=A)
+        in_group = [channels if x.shape[3] == 1 else channels // x.shape[1] for x in by_group]
+        share = math.gcd(*in_group)
+        blocks = max(1, chunks * batch * (channels // share))
+        parts = min(-(-share // 64), -(-BLOCKS[u.device.type] // blocks))
+        of_bc = [
+            operator.empty((chunks, batch, *A.shape, 1) if x.shape[3] == 1 else (n // share * parts, *x.shape), like=A)
+            for x, n in zip(by_group, in_group, strict=True)
+        ]
+        of_d, of_bias = (
+            operator.empty((0, 0, 0) if x is None else (chunks, batch, channels), like=u, dtype=accumulator(u.dtype))
+            for x in (D, delta_bias)
+        )
+        D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
+        du, ddelta, dz, dinitial = (operator.empty(x.shape, like=x) for x in (u, delta, z, dlast))
+        given = (dy, dlast, u, delta, A, *by_group, D, z, delta_bias, states)
+        scratch = (du, ddelta, dz, dinitial, carried, *of_bc, of_d, of_bias)
+        options = (softplus, method, parts, states_of_a_lane(u, A))
+        kernels.launch("selective_scan_backward", u.device, *given, *scratch, *options)
+        dbc = []
+        for x, parts_of_x in zip((B, C), of_bc, strict=True):
+            if x.dim() == 2:
+                total = parts_of_x.sum((0, 1))[..., 0]
+            elif x.shape[-1] == 1:  # a group's channels, which have all been taken for groups
+                total = parts_of_x.sum(0).unflatten(1, (in_groups(x, u).shape[1], -1)).sum(2).view(x.shape)
+            else:
+                total = (parts_of_x[0] if len(parts_of_x) == 1 else parts_of_x.sum(0)).view(x.shape)
+            dbc.append(total.to(x.dtype))
+        return du, ddelta, carried[:chunks].sum((0, 1)), *dbc, of_d.sum((0, 1)), dz, of_bias.sum((0, 1)), dinitial
+
+    def fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, *_) -> tuple[Tensor, ...]:
+        d, bias = (operator.empty((0,), u, accumulator(u.dtype)) if x is None else x for x in (D, delta_bias))
+        gates = operator.empty((0, 0, 0), u) if z is None else z
+        return tuple(operator.empty(x.shape, like=x) for x in (u, delta, A, B, C, d, gates, bias, dlast))
+
+    def twice(ctx, *grads: Tensor):
+        raise NotImplementedError(f"stages::{name} has no second derivatives: its backward is not differentiable")
+
+    if backward:
+        compute_backward = operator.register(
+            f"{name}_backward",
+            "(Tensor dy, Tensor dlast, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+            "Tensor? delta_bias, Tensor states, bool delta_softplus, int method)"
+            " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+            run_backward,
+            fake=fake_backward,
+            backward=twice,
+        )
     compute = operator.register(
         name,
         "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
@@ -386,7 +459,7 @@ def check_one(name: str, value: object, rank: int, dtypes: Sequence[torch.dtype]
     raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {device}; allowed: the same for both")
 
 
-FASTEST = ("51_selective_scan",)
+FASTEST = ("52_selective_scan_backward",)
 
 
 def choose(
@@ -520,7 +593,7 @@ def reference(
     for a_step, b_step in zip(a_bar.unbind(), added.unbind(), strict=True):
         h = a_step * h + b_step
         states.append(h)
-    seen = (torch.stack(states) if states else added) * C
+    seen = (torch.stack(states) if states else a_bar + added) * C
     y = (2 * seen.real if A.is_complex() else seen).sum(3).permute(1, 2, 0)
     y = y if D is None else y + D[:, None] * u
     y = y if z is None else y * F.silu(z)

@@ -1,0 +1,1270 @@
+// Stage 52: the selective scan, forward and backward
+//
+// Problem   The gradients of stage 51 for all that goes into it, through y and through the last state, for every method.
+//           With g = dy silu(z) and lambda[t] the gradient of h[t]: lambda[t] = C[t] g[t] + A_bar[t + 1] lambda[t + 1];
+//           dC = g h, d(A_bar) = lambda h[t - 1], d(gain) = lambda B u, and from these by the method's derivatives dA and
+//           d(dt); dB and du from gain lambda. Sums over states: du, d(dt). Over channels: dB, dC. Over time: dA.
+// Before    Stage 51 forgets all states but the last. Those of all steps would be n times as large as
+//           u, and their gradients, too.
+// Idea      Keep the states before every CHUNK of steps, and make the others anew. A walk back in time, which is stage 51
+//           the other way round, finds the gradients of the states after every CHUNK. Then chunks have nothing to do with
+//           each other, and all of them are worked on at once: long sequences of few channels fill the card, too.
+// Mapping   walk: as in stage 51.  gradients, block: a chunk of time, and one piece after the other of the channels that
+//           have the same B and C; so few sums over channels are left to be added up.  warp: WIDTH channels, OF_WARP
+//           states of each.  thread: OF_LANE states. It goes through the chunk once to find its states before every SUB
+//           steps, and back by SUB steps at a time, whose states it makes a third time, into registers.
+//           Sums over channels and states: shuffles that halve what is left to be summed, then shared memory, in order.
+// Cost      Forward, float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W     store sectors  4 L CH + 64 W
+//             shared loads         L (2 CH + 2 n + CH P + 192 W) wavefronts     barriers  2 L + 2
+//             shared stores        L (2 CH + 2 n + 32 W)                copies    2 L (CH + n)
+//           of which there are B d / CH. Backward: a state and step takes four exponentials, one on the walk back and
+//           three in its chunk, and two shuffles, which two numbers for each of 8 channels are summed up with.
+// Limits    Without gradients it is stage 51. Beside inputs, results and gradients there are two numbers of each state for
+//           each chunk in memory, for foh three. With n = 16 that is 1 byte to 12 or more of u, delta, y and gradients.
+//           Of complex128 a chunk is shorter. Few states leave lanes without one.
+// Run       python -m stages run 52
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <type_traits>
+
+#include "common/async_copy.h"
+#include "common/complex.h"
+#include "common/device.h"
+#include "common/discretize.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/phi.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
+constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
+constexpr int FOUR = 4;                              // steps that lie together in shared memory
+template <typename N>
+constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
+template <typename N>
+constexpr int CHUNK = sizeof(N) == 16 ? 32 : 128;  // steps, before each of which the states are kept
+template <typename N, int S>
+constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
+template <int S>
+constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
+
+template <Method M>
+constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
+template <Method M>
+constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
+// A method that takes the same of a state from step to step: gradients of states go back by it alone.
+template <Method M>
+constexpr Method DECAYS = M == Method::foh || M == Method::bilinear || M == Method::backward_euler ? M : Method::mamba;
+template <typename N>
+constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+template <typename T>
+__device__ __forceinline__ T multiply_add(T x, T y, T z) {
+  return x * y + z;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> multiply_add(Complex<T> x, Complex<T> y, Complex<T> z) {
+  return {z.re + x.re * y.re - x.im * y.im, z.im + x.re * y.im + x.im * y.re};
+}
+
+// What y takes of a state: c h, of complex numbers the real part.
+template <typename T>
+__device__ __forceinline__ T add_seen(T sum, T c, T h) {
+  return sum + c * h;
+}
+template <typename T>
+__device__ __forceinline__ T add_seen(T sum, Complex<T> c, Complex<T> h) {
+  return sum + c.re * h.re - c.im * h.im;
+}
+
+// e^x for an x that was multiplied by PER_E. A float's is a power of 2, one instruction of a GPU, right to 2^-22.
+template <typename T>
+constexpr T PER_E = sizeof(T) == 4 ? T(1.44269504088896340736) : T(1);
+__device__ __forceinline__ double power(double x) { return std::exp(x); }
+__device__ __forceinline__ float power(float x) {
+#if defined(__CUDACC__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
+
+// cos + i sin of an angle that was multiplied by PER_RADIAN. A float's is in turns: without the whole ones the GPU's own
+// sine is right to 2^-21.
+template <typename T>
+constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
+__device__ __forceinline__ Complex<double> direction(double angle) { return exponential(Complex<double>(0, angle)); }
+__device__ __forceinline__ Complex<float> direction(float turns) {
+  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
+  const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+  float sine, cosine;
+#if defined(__CUDACC__)
+  __sincosf(angle, &sine, &cosine);
+#else
+  sine = std::sin(angle), cosine = std::cos(angle);
+#endif
+  return {cosine, sine};
+}
+
+// A so that e^(dt A) needs no multiplication but the one by dt, and e^(dt A) of that.
+template <typename T>
+__device__ __forceinline__ T scaled(T a) {
+  return a * PER_E<T>;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> scaled(Complex<T> a) {
+  return {a.re * PER_E<T>, a.im * PER_RADIAN<T>};
+}
+template <typename T>
+__device__ __forceinline__ T decay(T a_scaled, T dt) {
+  return power(a_scaled * dt);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> decay(Complex<T> a_scaled, T dt) {
+  return direction(a_scaled.im * dt) * power(a_scaled.re * dt);
+}
+
+// log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
+__device__ __forceinline__ double log_of_one_plus(double e) { return std::log1p(e); }
+__device__ __forceinline__ float log_of_one_plus(float e) {
+  float sum = 1.0f / 7;
+  UNROLL
+  for (int k = 6; k > 0; --k) sum = 1.0f / k - e * sum;
+#if defined(__CUDACC__)
+  const float whole = __logf(1 + e);
+#else
+  const float whole = std::log(1 + e);
+#endif
+  return e < 0.125f ? e * sum : whole;
+}
+template <typename T>
+__device__ __forceinline__ T softplus(T x) {
+  return (x > 0 ? x : T(0)) + log_of_one_plus(power((x > 0 ? -x : x) * PER_E<T>));
+}
+template <typename T>
+__device__ __forceinline__ T silu(T x) {
+  return x * reciprocal(T(1) + power(-x * PER_E<T>));
+}
+
+// A_bar. Of bilinear it is 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+template <Method M, typename N>
+__device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
+  return M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+}
+
+// ---- a state --------------------------------------------------------------------------------------------------------
+template <typename N, Method M>
+struct State {
+  N h = 0, a = 0, over_a = 0, before = 0;  // a is `scaled` if its exponential is all; 1 / a; B u of the step before
+                                           // back in time: what the step after takes of the input before it
+
+  __device__ __forceinline__ void set(N start, N rate) {
+    h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
+    if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
+  }
+
+  __device__ __forceinline__ void step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
+    if constexpr (EXPONENT_ALONE<M>) {
+      h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
+    } else {
+      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
+      if constexpr (M == Method::foh) {
+        const N taken = b * u;
+        h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
+        before = taken;
+      } else {
+        h = multiply_add(left_of<M>(a, by), h, by.gain * u * b);
+      }
+    }
+  }
+
+  // The same back in time, with the conjugate of A: h is the gradient of the state before the step. M is DECAYS of it.
+  __device__ __forceinline__ void step_back(Real<N> dt, Real<N> over_dt, Real<N> dy, N c) {
+    const N of_state = h + c * dy;
+    if constexpr (EXPONENT_ALONE<M>) {
+      h = decay(a, dt) * of_state;
+    } else {
+      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
+      h = left_of<M>(a, by) * of_state;
+      if constexpr (M == Method::foh) before = by.previous * of_state;
+    }
+  }
+};
+
+// ---- what is copied -------------------------------------------------------------------------------------------------
+// A tensor whose last dimension is time, as copies see it: bytes. What numbers they are is looked at where they are used,
+// so that the walk through time is compiled once for all types that are computed with in float.
+template <int D>
+struct Rows {
+  unsigned char* data;
+  int64_t size[D], stride[D];  // strides in bytes
+  DType dtype;
+  int bytes;   // of a number
+  int pitch;   // of a tile's row in shared memory, in bytes: neighbouring rows begin in other banks
+  int groups;  // of 16 bytes in a row: 2 to that power
+  bool wide;   // rows are made of such groups
+
+  Rows(const AnyView<D>& x, int steps) : data(static_cast<unsigned char*>(x.data)), dtype(x.dtype), groups(0) {
+    bytes = size_of(dtype), pitch = steps * bytes + 16;
+    while (16 << groups < steps * bytes) ++groups;
+    wide = reinterpret_cast<uintptr_t>(data) % 16 == 0 && x.stride[D - 1] == 1 && x.size[D - 1] * bytes % 16 == 0;
+    for (int i = 0; i < D; ++i) {
+      size[i] = x.size[i], stride[i] = x.stride[i] * bytes;
+      if (i < D - 1) wide &= size[i] <= 1 || stride[i] % 16 == 0;
+    }
+  }
+};
+
+// What a thread copies of a tensor whose rows are made of groups of 16 bytes: the same place in every `more`-th row.
+struct Groups {
+  const unsigned char* from;  // in its first row, at step 0
+  unsigned char* to;
+  int row0, at, more;
+
+  template <int D>
+  __device__ __forceinline__ Groups(const Rows<D>& x, const unsigned char* first, unsigned char* tile)
+      : row0(threadIdx.x >> x.groups), at((threadIdx.x & ((1 << x.groups) - 1)) * 16), more(blockDim.x >> x.groups) {
+    from = first + row0 * x.stride[D - 2] + at, to = tile + row0 * x.pitch + at;
+  }
+
+  // Starts the copies of a tile of `height` rows from step t on; zeros stand where there are no more steps or rows.
+  template <int D>
+  __device__ __forceinline__ void fetch(const Rows<D>& x, int height, int rows, int64_t t, int steps) const {
+    const int there = at < steps * x.bytes ? rows : 0;
+    const unsigned char* word = from + t * x.bytes;
+    unsigned char* place = to;
+#pragma unroll 1
+    for (int row = row0; row < height; row += more, word += more * x.stride[D - 2], place += more * x.pitch) {
+      async_copy<16>(place, word, row < there);
+    }
+  }
+};
+
+// A tensor of which that is not so: number by number, and a table of such in shared memory, where it is in nobody's way.
+struct Numbers {
+  const unsigned char* first;
+  int64_t stride_r, stride_t;
+  int tile, pitch, height, rows, bytes, late;  // late: is needed when a tile has been walked, not before
+
+  template <int STEPS>
+  __device__ __forceinline__ void fetch(unsigned char* shared, int64_t t, int steps) const {
+    const bool down = stride_r < stride_t;  // rows lie closer than steps: neighbouring lanes take those
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < unsigned(height * STEPS); i += blockDim.x) {
+      const int row = down ? i % unsigned(height) : i / STEPS, k = down ? i / unsigned(height) : i % STEPS;
+      unsigned char* to = shared + tile + row * pitch + k * bytes;
+      const unsigned char* word = first + row * stride_r + (t + k) * stride_t;
+      const bool inside = row < rows && k < steps;
+      if (bytes == 16) async_copy<16>(to, word, inside);
+      else if (bytes == 8) async_copy<8>(to, word, inside);
+      else if (bytes == 4) async_copy<4>(to, word, inside);
+      else *reinterpret_cast<uint16_t*>(to) = inside ? *reinterpret_cast<const uint16_t*>(word) : uint16_t(0);
+    }
+  }
+};
+
+// body.operator()<T>() for the type T of a tensor's numbers, one of those that are computed with as N.
+template <typename N, typename Body>
+__device__ __forceinline__ void with_type(DType dtype, Body&& body) {
+  if constexpr (std::is_same_v<N, float>) {
+    if (dtype == DType::float16) return body.template operator()<half>();
+    if (dtype == DType::bfloat16) return body.template operator()<bfloat16>();
+  }
+  body.template operator()<N>();
+}
+
+// COUNT neighbours in shared memory, by as few loads as there can be.
+template <int COUNT, typename From, typename T>
+__device__ __forceinline__ void load_row(T (&values)[COUNT], const From* from) {
+  constexpr int WIDE = COUNT * int(sizeof(From)) < 16 ? COUNT : 16 / int(sizeof(From));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    const auto group = load_vector<WIDE>(from + k);
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) values[k + i] = T(group[i]);
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_row(Complex<T> (&values)[COUNT], const Complex<T>* from) {
+  T parts[2 * COUNT];
+  load_row(parts, reinterpret_cast<const T*>(from));
+  UNROLL
+  for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);
+}
+
+template <int COUNT, typename To, typename T>
+__device__ __forceinline__ void store_row(To* to, const T (&values)[COUNT]) {
+  constexpr int WIDE = COUNT * int(sizeof(To)) < 16 ? COUNT : 16 / int(sizeof(To));
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    Vector<To, WIDE> group;
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) group[i] = To(values[k + i]);
+    store_vector(to + k, group);
+  }
+}
+
+// FOUR of a tensor's numbers that were copied.
+template <typename N>
+__device__ __forceinline__ void load_four(N (&numbers)[FOUR], const unsigned char* row, int k, DType dtype) {
+  with_type<N>(dtype, [&]<typename From>() { load_row(numbers, reinterpret_cast<const From*>(row) + k); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// How the work is cut, and where a block's shared memory has what, in bytes.
+struct Plan {
+  int channels, lanes, padded;      // channels of a block, threads of a channel, states that these have
+  int64_t share;                    // neighbouring channels that have the same groups of B and of C
+  int u, delta, z, B, C;            // as they were copied: [channel or state][step]
+  int lengths, inputs, b, c, sums;  // as the walk reads and writes them, FOUR steps together
+  int bytes;
+};
+
+// grid (B d / channels), block (lanes channels and what fills a warp): thread part * channels + c has S states of c.
+// BACK: from the last step to the first, with dy for u, C for B, and gradients for states; y, C and D are not there, and
+// z is the gate of dy.
+template <typename N, Method M, int S, bool BACK>
+__global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
+    walk(Rows<3> u,                       // [batch, channels, seq]
+         Rows<3> delta,                   // [batch, channels, seq]
+         View<const N, 2> A,              // [channels, states]
+         Rows<4> B,                       // [batch, groups, states, seq], or with 1 for seq
+         Rows<4> C,                       // likewise
+         View<const Real<N>, 1> D,        // [channels], or empty
+         Rows<3> z,                       // [batch, channels, seq], or empty
+         View<const Real<N>, 1> bias,     // [channels], or empty
+         View<const N, 3> initial_state,  // [batch, channels, states], or empty
+         Rows<3> y,                       // [batch, channels, seq]
+         View<N, 3> last_state,           // [batch, channels, states]
+         View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK;
+                                          // BACK: after each, and as many more for `before`
+         bool with_softplus, Plan plan) {
+  using T = Real<N>;
+  constexpr int TILE = STEPS<N>;
+  DYNAMIC_SHARED(unsigned char, shared);
+  T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);  // dt: [four][channel][step]
+  T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);    // u, likewise
+  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);         // [four][part][step][state]
+  N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);  // what each thread adds to y: [four][thread][step]
+
+  const unsigned channels = unsigned(u.size[1]), pieces = unsigned(ceil_div(plan.share, plan.channels));
+  const unsigned shares = channels / unsigned(plan.share), piece = blockIdx.x % pieces, share = blockIdx.x / pieces;
+  const int64_t seq = u.size[2], batch = share / shares, first = int64_t(piece) * plan.channels;
+  const int64_t channel0 = share % shares * plan.share + first;
+  const int rows = int(min(plan.share - first, int64_t(plan.channels)));
+  const int states = int(A.size[1]), threads = blockDim.x;
+  const int c = threadIdx.x % unsigned(plan.channels), part = threadIdx.x / unsigned(plan.channels), state0 = part * S;
+  const int64_t channel = channel0 + c;
+  const bool walks = part < plan.lanes, present = walks && c < rows;
+  const int pitch_bc = plan.lanes * RECORD<S>, pitch_held = pitch_bc + 16 / int(sizeof(N));
+  const int pitch_sums = (plan.lanes * plan.channels + 1) * FOUR;
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;  // for all time
+
+  // Where the block's rows begin.
+  const auto of_channels = [&](const Rows<3>& x) { return x.data + batch * x.stride[0] + channel0 * x.stride[1]; };
+  const auto of_states = [&](const Rows<4>& x, int64_t of_channel) {
+    const unsigned in_group = channels / unsigned(x.size[1]);
+    return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
+  };
+
+  // What holds for all time is there from the beginning, a row for each channel, the same FOUR times.
+  const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+    if (!walks) return;
+    const unsigned char* from = of_states(x, channel);
+#pragma unroll 1
+    for (int j = state0; j < state0 + S; ++j) {
+      N number = 0;
+      if (present && j < states) {
+        with_type<N>(x.dtype,
+                     [&]<typename From>() { number = N(*reinterpret_cast<const From*>(from + j * x.stride[2])); });
+      }
+      if (BACK) number = conj(number);
+      for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;
+    }
+  };
+  // A tile of time comes by groups or number by number: what it is walked with, and late, when it has been, the gates.
+  __shared__ Numbers singly[5];
+  const bool gated = z.size[0] > 0;
+  int count = 0;
+  const auto add = [&](const auto& x, const unsigned char* first, int tile, int height, int there, bool late) {
+    if (x.wide || height == 0) return;
+    constexpr int D = sizeof(x.size) / sizeof(int64_t);
+    if (threadIdx.x == 0) {
+      singly[count] = {first, x.stride[D - 2], x.stride[D - 1], tile, x.pitch, height, there, x.bytes, late};
+    }
+    ++count;
+  };
+  const int rows_b = holds_b ? 0 : plan.padded, rows_c = holds_c || BACK ? 0 : plan.padded,
+            rows_z = gated ? plan.channels : 0;
+  add(u, of_channels(u), plan.u, plan.channels, rows, false);
+  add(delta, of_channels(delta), plan.delta, plan.channels, rows, false);
+  add(B, of_states(B, channel0), plan.B, rows_b, states, false);
+  add(C, of_states(C, channel0), plan.C, rows_c, states, false);
+  add(z, of_channels(z), plan.z, rows_z, rows, !BACK);
+  const Groups u_groups(u, of_channels(u), shared + plan.u),
+      delta_groups(delta, of_channels(delta), shared + plan.delta);
+  const Groups b_groups(B, of_states(B, channel0), shared + plan.B),
+      c_groups(C, of_states(C, channel0), shared + plan.C);
+  const Groups z_groups(z, of_channels(z), shared + plan.z);
+  const auto fetch_inputs = [&](int64_t t) {
+    const int steps = int(min(seq - t, int64_t(TILE)));
+    if (u.wide) u_groups.fetch(u, plan.channels, rows, t, steps);
+    if (delta.wide) delta_groups.fetch(delta, plan.channels, rows, t, steps);
+    if (B.wide) b_groups.fetch(B, rows_b, states, t, steps);
+    if (C.wide) c_groups.fetch(C, rows_c, states, t, steps);
+    if (BACK && gated && z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (!singly[i].late) singly[i].fetch<TILE>(shared, t, steps);
+    }
+  };
+  const auto fetch_gates = [&](int64_t t, int steps) {
+    if (BACK || !gated) return;
+    if (z.wide) z_groups.fetch(z, rows_z, rows, t, steps);
+    else singly[count - 1].fetch<TILE>(shared, t, steps);
+  };
+
+  // Out of what was copied, the numbers of the walk: time from along the rows to down the columns.
+  const T bias_of_channel = present && bias.size[0] ? bias(channel) : T(0);
+  const auto prepare_steps = [&](int steps) {
+#pragma unroll 1
+    for (int k = part; k < TILE / FOUR && walks; k += plan.lanes) {
+      T dt[FOUR], input[FOUR];
+      load_four(dt, shared + plan.delta + c * delta.pitch, k * FOUR, delta.dtype);
+      load_four(input, shared + plan.u + c * u.pitch, k * FOUR, u.dtype);
+      if (BACK && gated) {
+        T gates[FOUR];
+        load_four(gates, shared + plan.z + c * z.pitch, k * FOUR, z.dtype);
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) input[i] *= silu(gates[i]);
+      }
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) dt[i] += bias_of_channel;
+      if (with_softplus) {
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = softplus(dt[i]);
+      }
+      if (steps < TILE) {  // past the end, where u is 0, a step of no length changes nothing
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) dt[i] = k * FOUR + i < steps ? dt[i] : T(0);
+      }
+      store_row(lengths + (k * plan.channels + c) * FOUR, dt);
+      store_row(inputs + (k * plan.channels + c) * FOUR, input);
+    }
+  };
+  // Neighbouring threads take neighbouring states, each FOUR steps.
+  const unsigned padded = plan.padded;
+  const int first_state = threadIdx.x % padded, first_four = threadIdx.x / padded;
+  const int more_states = threads % padded, more_fours = threads / padded;
+  const auto prepare_states = [&](const Rows<4>& x, const unsigned char* from, N* tile, T factor) {
+    int j = first_state, k = first_four;
+#pragma unroll 1
+    while (k < TILE / FOUR) {
+      N numbers[FOUR];
+      load_four(numbers, from + j * x.pitch, k * FOUR, x.dtype);
+      N* to = tile + k * pitch_bc + j / S * RECORD<S> + j % S;
+      UNROLL
+      for (int i = 0; i < FOUR; ++i) to[i * S] = (BACK ? conj(numbers[i]) : numbers[i]) * factor;
+      j += more_states, k += more_fours;
+      if (j >= plan.padded) j -= plan.padded, ++k;
+    }
+  };
+  // y, in rows again: FOUR steps of a channel at a time.
+  const auto finish = [&](int64_t t0, int steps) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (TILE / FOUR); i += threads) {
+      const int row = i / (TILE / FOUR), k = i % (TILE / FOUR) * FOUR;
+      if (k >= steps) continue;
+      T results[FOUR] = {};
+#pragma unroll 2
+      for (int n = 0; n < plan.lanes; ++n) {
+        T parts[FOUR];
+        load_row(parts, sums + k / FOUR * pitch_sums + (n * plan.channels + row) * FOUR);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) results[m] += parts[m];
+      }
+      if (z.size[0]) {
+        T gates[FOUR];
+        load_four(gates, shared + plan.z + row * z.pitch, k, z.dtype);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) results[m] *= silu(gates[m]);
+      }
+      unsigned char* to = of_channels(y) + row * y.stride[1] + (t0 + k) * y.stride[2];
+      with_type<T>(y.dtype, [&]<typename To>() {
+        if (y.wide && k + FOUR <= steps) {
+          store_row(reinterpret_cast<To*>(to), results);
+        } else {
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) {
+            if (k + m < steps) *reinterpret_cast<To*>(to + m * y.stride[2]) = To(results[m]);
+          }
+        }
+      });
+    }
+  };
+
+  State<N, M> state[S];
+  UNROLL
+  for (int j = 0; j < S; ++j) {
+    if (!present || state0 + j >= states) continue;
+    const N rate = A(channel, state0 + j);
+    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), BACK ? conj(rate) : rate);
+  }
+  const auto keep = [&](N* to, bool before = false) {  // to: the channel's states in memory
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (present && state0 + j < states) to[state0 + j] = before ? state[j].before : state[j].h;
+    }
+  };
+  const T d = part == 0 && present && D.size[0] ? D(channel) : T(0);
+  constexpr int OF_B = BACK ? PARTS<N> : 1;
+  if (holds_b) hold(B, tile_b, OF_B);
+  if (holds_c && !BACK) hold(C, tile_c, PARTS<N>);
+
+  const int64_t tiles = ceil_div(seq, TILE), chunks = ceil_div(seq, CHUNK<N>);
+  for (int64_t n = -1; n < tiles; ++n) {  // at first there is nothing but a tile to come
+    const int64_t t0 = (BACK ? tiles - 1 - n : n) * TILE, coming = BACK ? t0 - TILE : t0 + TILE;
+    const int steps = n < 0 ? 0 : int(min(seq - t0, int64_t(TILE)));
+    if (steps > 0) {
+      prepare_steps(steps);
+      if (!holds_b) prepare_states(B, shared + plan.B, tile_b, OF_B);
+      if (!holds_c && !BACK) prepare_states(C, shared + plan.C, tile_c, PARTS<N>);
+    }
+    __syncthreads();  // all is prepared; nobody needs what was copied any more, nor the sums and gates of the tile before
+    if (coming >= 0 && coming < seq) fetch_inputs(coming);
+    if (steps > 0) fetch_gates(t0, steps);
+    async_commit();
+    if (kept.size[0] && steps > 0) {
+      if (!BACK && t0 % CHUNK<N> == 0) keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
+      if (BACK && ((t0 + TILE) % CHUNK<N> == 0 || n == 0)) {
+        keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
+        if (M == Method::foh) keep(&kept(chunks + t0 / CHUNK<N>, batch, channel, 0), true);
+      }
+    }
+
+    const N* const first_b = tile_b + (holds_b ? c * pitch_held : 0) + part * RECORD<S>;
+    const N* const first_c = tile_c + (holds_c ? c * pitch_held : 0) + part * RECORD<S>;
+    const int fours = walks ? int(ceil_div(steps, FOUR)) : 0;
+#pragma unroll 1
+    for (int i = 0; i < fours; ++i) {
+      const int k = BACK ? fours - 1 - i : i;
+      T dt[FOUR], input[FOUR], sum[FOUR];
+      load_row(dt, lengths + (k * plan.channels + c) * FOUR), load_row(input, inputs + (k * plan.channels + c) * FOUR);
+      const N *b = first_b + (holds_b ? 0 : k * pitch_bc), *of_c = first_c + (holds_c ? 0 : k * pitch_bc);
+      UNROLL
+      for (int m = 0; m < FOUR; ++m) {
+        const int step = BACK ? FOUR - 1 - m : m;
+        const T over_dt = DIVIDES<M> ? reciprocal(dt[step]) : T(0);
+        N b_row[S], c_row[S];
+        load_row(b_row, b + step * S);
+        if constexpr (BACK) {
+          UNROLL
+          for (int j = 0; j < S; ++j) state[j].step_back(dt[step], over_dt, input[step], b_row[j]);
+        } else {
+          load_row(c_row, of_c + step * S);
+          sum[step] = d * input[step];
+          UNROLL
+          for (int j = 0; j < S; ++j) {
+            state[j].step(dt[step], over_dt, input[step], b_row[j]);
+            sum[step] = add_seen(sum[step], c_row[j], state[j].h);
+          }
+        }
+      }
+      if constexpr (!BACK) store_row(sums + k * pitch_sums + threadIdx.x * FOUR, sum);
+    }
+    async_wait<0>();
+    __syncthreads();  // the sums are there, the next tile and the gates; nobody needs what was prepared any more
+    if (!BACK) finish(t0, steps);
+  }
+  keep(&last_state(batch, channel, 0));
+}
+
+// ---- gradients ------------------------------------------------------------------------------------------------------
+// A warp has WIDTH neighbouring channels, and of each 32 / WIDTH lanes with OF_LANE states.
+template <typename N>
+constexpr int WIDTH = sizeof(N) == 4 ? 8 : 4;
+constexpr int OF_LANE = 4;
+template <typename N>
+constexpr int OF_WARP = 32 / WIDTH<N> * OF_LANE;
+template <typename N>
+constexpr int SUB = sizeof(N) == 16 ? 4 : 8;  // steps whose states are in registers
+constexpr int WARPS = 8;                      // of a block; twice as many for very many states
+template <typename N>
+constexpr int WIDEST = sizeof(N) == 4 ? 512 : 256;  // threads of a block with 256 states
+constexpr int SHARED = 112 << 10;                   // bytes, so that a multiprocessor has two blocks, if that may be
+
+// How the work is cut, and where a block's shared memory has what, in bytes.
+struct GradientPlan {
+  int64_t share;                            // neighbouring channels that have the same groups of B and of C
+  int parts, pieces;                        // blocks that share these, and how many blocks' channels they are
+  int of_states, channels, tile;            // warps that share a channel; a block's channels; steps in shared memory
+  int kept, lengths, inputs, outer, gates;  // states before each SUB steps; dt, u, gradients of y: [channel][step]
+  int b, c, of_bc, sums;                    // [step][state]; what warps add to gradients of B and C, of u, dt and z
+  int bytes;
+};
+
+template <typename T>
+__device__ __forceinline__ T real(T x) {
+  return x;
+}
+template <typename T>
+__device__ __forceinline__ T real(Complex<T> x) {
+  return x.re;
+}
+template <typename T>
+__device__ __forceinline__ T from_lane_apart(T x, int apart) {
+  return __shfl_xor_sync(0xffffffffu, x, apart);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> from_lane_apart(Complex<T> x, int apart) {
+  return {from_lane_apart(x.re, apart), from_lane_apart(x.im, apart)};
+}
+
+// The sums over lanes whose numbers differ by FIRST, FIRST / 2 .. LAST of each value. Half of the values are given away at
+// each step, as long as there is more than one: what is left stands at the beginning.
+template <int FIRST, int LAST, int COUNT, typename T>
+__device__ __forceinline__ void fold(T (&values)[COUNT]) {
+  UNROLL
+  for (int apart = FIRST, count = COUNT; apart >= LAST; apart /= 2, count = count > 1 ? count / 2 : 1) {
+    const bool upper = threadIdx.x & unsigned(apart);
+    const int half = count / 2;
+    if (count == 1) values[0] = values[0] + from_lane_apart(values[0], apart);
+    UNROLL
+    for (int k = 0; k < half; ++k) {
+      const T keep = upper ? values[k + half] : values[k], give = upper ? values[k] : values[k + half];
+      values[k] = keep + from_lane_apart(give, apart);
+    }
+  }
+}
+
+// FOUR steps of a row in memory, `left` of which are there; 0 for the others.
+template <typename N, int D>
+__device__ __forceinline__ void load_steps(N (&numbers)[FOUR], const Rows<D>& x, const unsigned char* from,
+                                           int64_t left) {
+  with_type<N>(x.dtype, [&]<typename From>() {
+    if (x.wide && left >= FOUR) {
+      load_row(numbers, reinterpret_cast<const From*>(from));
+      return;
+    }
+    UNROLL
+    for (int i = 0; i < FOUR; ++i) {
+      numbers[i] = N(0);
+      if (i < left) numbers[i] = N(*reinterpret_cast<const From*>(from + i * x.stride[D - 1]));
+    }
+  });
+}
+template <typename T, int D>
+__device__ __forceinline__ void store_steps(const Rows<D>& x, unsigned char* to, const T (&numbers)[FOUR],
+                                            int64_t left) {
+  with_type<T>(x.dtype, [&]<typename To>() {
+    if (x.wide && left >= FOUR) {
+      store_row(reinterpret_cast<To*>(to), numbers);
+      return;
+    }
+    UNROLL
+    for (int i = 0; i < FOUR; ++i) {
+      if (i < left) *reinterpret_cast<To*>(to + i * x.stride[D - 1]) = To(numbers[i]);
+    }
+  });
+}
+
+// grid (chunks B d / share parts), block (32 warps): a chunk of time, and every `parts`-th piece of the channels that
+// have the same B and C.
+template <typename N, Method M>
+__global__ void __launch_bounds__(WIDEST<N>)
+    gradients(Rows<3> u,                    // [batch, channels, seq]
+              Rows<3> delta,                // [batch, channels, seq]
+              View<const N, 2> A,           // [channels, states]
+              Rows<4> B,                    // [batch, groups, states, seq], or with 1 for seq
+              Rows<4> C,                    // likewise
+              View<const Real<N>, 1> D,     // [channels], or empty
+              Rows<3> z,                    // [batch, channels, seq], or empty
+              View<const Real<N>, 1> bias,  // [channels], or empty
+              View<const N, 4> states,      // [chunks, batch, channels, states]: before each chunk
+              Rows<3> dy,                   // [batch, channels, seq]
+              Rows<3> du,                   // [batch, channels, seq]
+              Rows<3> ddelta,               // [batch, channels, seq]
+              Rows<3> dz,                   // [batch, channels, seq], or empty
+              View<N, 4> carried,           // [chunks, batch, channels, states]: gradients of the states after a chunk,
+                                            // and in their place that chunk's part of A's gradient
+              View<N, 5> dB,                // [slots, batch, groups, states, seq], or
+                                            // [chunks, batch, channels, states, 1] of what holds for all time
+              View<N, 5> dC,                // likewise
+              View<Real<N>, 3> dD,          // [chunks, batch, channels], or empty
+              View<Real<N>, 3> dbias,       // likewise
+              bool with_softplus, GradientPlan plan) {
+  using T = Real<N>;
+  constexpr int S = OF_LANE, W = WIDTH<N>, K = SUB<N>;
+  DYNAMIC_SHARED(unsigned char, shared);
+  N* const kept = reinterpret_cast<N*>(shared + plan.kept) + threadIdx.x * S;  // [K steps][thread][state]
+  T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);
+  T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);
+  T* const outer = reinterpret_cast<T*>(shared + plan.outer);  // the gradient of y before its gate
+  T* const gates = reinterpret_cast<T*>(shared + plan.gates);  // and dy silu'(z)
+  N* const tile_b = reinterpret_cast<N*>(shared + plan.b);
+  N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
+  N* const of_bc = reinterpret_cast<N*>(shared + plan.of_bc);  // [B, C][warp of channels][step][state]
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);    // [u, dt, z][warp of states][channel][step]
+
+  const unsigned channels = unsigned(u.size[1]), batches = unsigned(u.size[0]);
+  const unsigned shares = channels / unsigned(plan.share);
+  const int part_of_share = int(blockIdx.x % unsigned(plan.parts));
+  const unsigned share = blockIdx.x / unsigned(plan.parts) % shares;
+  const unsigned rest = blockIdx.x / unsigned(plan.parts) / shares, batch = rest % batches;
+  const int64_t chunk = rest / batches, seq = u.size[2], chunk0 = chunk * CHUNK<N>;
+  const int chunk_steps = int(min(seq - chunk0, int64_t(CHUNK<N>))), tiles = ceil_div(chunk_steps, plan.tile);
+  const int count = int(A.size[1]), threads = blockDim.x, of_channels = threads / 32 / plan.of_states;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_c = warp / plan.of_states, warp_s = warp % plan.of_states;
+  const int c = warp_c * W + lane % W, part = lane / W, state0 = warp_s * OF_WARP<N> + part * S;
+  const int padded = plan.of_states * OF_WARP<N>, pitch_bc = padded + 16 / int(sizeof(N)), pitch = plan.tile + FOUR;
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1, gated = z.size[0] > 0;
+
+  // Where the sums over channels go, for tensors that change in time.
+  const auto place = [&](const Rows<4>& x, const View<N, 5>& dx) {
+    const unsigned of_group = channels / unsigned(x.size[1]) / unsigned(plan.share);
+    return &dx(share % of_group * unsigned(plan.parts) + part_of_share, batch, share / of_group, 0, 0);
+  };
+  N* const to_b = holds_b ? nullptr : place(B, dB);
+  N* const to_c = holds_c ? nullptr : place(C, dC);
+
+#pragma unroll 1
+  for (int piece = part_of_share; piece < plan.pieces; piece += plan.parts) {
+    const int64_t first = int64_t(piece) * plan.channels, channel0 = share * plan.share + first;
+    const int rows = int(min(plan.share - first, int64_t(plan.channels)));
+    const int64_t channel = channel0 + c;
+    const bool present = c < rows;
+
+    const auto at = [&](const Rows<3>& x, int row, int64_t t) {
+      return x.data + batch * x.stride[0] + (channel0 + row) * x.stride[1] + t * x.stride[2];
+    };
+    const auto group_of = [&](const Rows<4>& x, int64_t of_channel) {
+      const unsigned in_group = channels / unsigned(x.size[1]);
+      return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
+    };
+    // A tile's numbers, for a walk forward alone or for all. Of the step before it, u and B stand behind it.
+    const auto prepare = [&](int64_t t0, bool all) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < plan.channels * (plan.tile / FOUR); i += threads) {
+        const int row = i / (plan.tile / FOUR), k = i % (plan.tile / FOUR) * FOUR;
+        const int64_t t = t0 + k, left = row < rows ? seq - t : 0;
+        T dt[FOUR], input[FOUR];
+        load_steps(dt, delta, at(delta, row, t), left), load_steps(input, u, at(u, row, t), left);
+        const T more = left > 0 && bias.size[0] ? bias(channel0 + row) : T(0);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) {
+          dt[m] += more;
+          if (with_softplus) dt[m] = softplus(dt[m]);
+          if (m >= left) dt[m] = 0;  // a step that changes nothing
+        }
+        store_row(lengths + row * pitch + k, dt), store_row(inputs + row * pitch + k, input);
+        if (!all) continue;
+        T grad[FOUR];
+        load_steps(grad, dy, at(dy, row, t), left);
+        if (gated) {
+          T gate[FOUR], slope[FOUR];
+          load_steps(gate, z, at(z, row, t), left);
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) {
+            const T open = reciprocal(T(1) + power(-gate[m] * PER_E<T>));
+            slope[m] = grad[m] * open * (T(1) + gate[m] * (T(1) - open)), grad[m] *= gate[m] * open;
+          }
+          store_row(gates + row * pitch + k, slope);
+        }
+        store_row(outer + row * pitch + k, grad);
+      }
+      const auto prepare_states = [&](const Rows<4>& x, N* tile, T factor) {
+        const unsigned char* from = group_of(x, channel0);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < padded * (plan.tile / FOUR); i += threads) {
+          const int j = i / (plan.tile / FOUR), k = i % (plan.tile / FOUR) * FOUR;
+          N numbers[FOUR];
+          load_steps(numbers, x, from + j * x.stride[2] + (t0 + k) * x.stride[3], j < count ? seq - t0 - k : 0);
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) tile[(k + m) * pitch_bc + j] = numbers[m] * factor;
+        }
+      };
+      if (!holds_b) prepare_states(B, tile_b, 1);
+      if (!holds_c && all) prepare_states(C, tile_c, PARTS<N>);
+      if constexpr (M == Method::foh) {
+#pragma unroll 1
+        for (int row = threadIdx.x; row < plan.channels; row += threads) {
+          T before = 0;
+          if (row < rows && t0 > 0) {
+            with_type<T>(u.dtype,
+                         [&]<typename From>() { before = T(*reinterpret_cast<const From*>(at(u, row, t0 - 1))); });
+          }
+          inputs[row * pitch + plan.tile] = before;
+        }
+#pragma unroll 1
+        for (int j = threadIdx.x; j < padded && !holds_b; j += threads) {
+          N before = 0;
+          if (j < count && t0 > 0) {
+            with_type<N>(B.dtype, [&]<typename From>() {
+              before =
+                  N(*reinterpret_cast<const From*>(group_of(B, channel0) + j * B.stride[2] + (t0 - 1) * B.stride[3]));
+            });
+          }
+          tile_b[plan.tile * pitch_bc + j] = before;
+        }
+      }
+    };
+    const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+      UNROLL
+      for (int j = 0; j < S; ++j) {
+        N number = 0;
+        if (present && state0 + j < count) {
+          with_type<N>(x.dtype, [&]<typename From>() {
+            number = N(*reinterpret_cast<const From*>(group_of(x, channel) + (state0 + j) * x.stride[2]));
+          });
+        }
+        tile[c * pitch_bc + state0 + j] = number * factor;
+      }
+    };
+    const N* const first_b = tile_b + (holds_b ? c * pitch_bc : 0) + state0;
+    const N* const first_c = tile_c + (holds_c ? c * pitch_bc : 0) + state0;
+    const int b_step = holds_b ? 0 : pitch_bc, c_step = holds_c ? 0 : pitch_bc;
+
+    N rate[S] = {0, 0, 0, 0}, pull[S] = {0, 0, 0, 0}, later[S] = {0, 0, 0, 0};  // A; gradients of the state after a
+    N of_a[S] = {0, 0, 0, 0}, of_b[S] = {0, 0, 0, 0}, of_c[S] = {0, 0, 0, 0};   // step, of its input by the step after
+    State<N, M> state[S];
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (!present || state0 + j >= count) continue;
+      rate[j] = A(channel, state0 + j), pull[j] = carried(chunk, batch, channel, state0 + j);
+      state[j].set(states(chunk, batch, channel, state0 + j), rate[j]);
+      if constexpr (M == Method::foh) {
+        later[j] = carried(carried.size[0] / 2 + chunk, batch, channel, state0 + j);
+      }
+    }
+    T of_d = 0, of_bias = 0;
+
+    // B u of the step before step k of a tile.
+    const auto before = [&](N(&taken)[S], int k) {
+      const int from = k > 0 ? k - 1 : plan.tile;
+      load_row(taken, first_b + from * b_step);
+      UNROLL
+      for (int j = 0; j < S; ++j) taken[j] = taken[j] * inputs[c * pitch + from];
+    };
+
+    // From the state before the chunk to those before each K steps.
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile > 0) {
+        __syncthreads();  // nobody needs the tile before any more
+      } else {
+        if (holds_b) hold(B, tile_b, 1);
+        if (holds_c) hold(C, tile_c, PARTS<N>);
+      }
+      prepare(chunk0 + tile * plan.tile, tile == tiles - 1);
+      __syncthreads();  // the tile is there
+      if constexpr (M == Method::foh) {
+        if (tile == 0) {
+          N taken[S];
+          before(taken, 0);
+          UNROLL
+          for (int j = 0; j < S; ++j) state[j].before = taken[j];
+        }
+      }
+      const int steps = min(chunk_steps - tile * plan.tile, plan.tile);
+#pragma unroll 1
+      for (int k0 = 0; k0 < steps; k0 += K) {
+        N* const to = kept + (tile * plan.tile + k0) / K * threads * S;
+        UNROLL
+        for (int j = 0; j < S; ++j) to[j] = state[j].h;
+        UNROLL
+        for (int k = 0; k < K; ++k) {
+          const T dt = lengths[c * pitch + k0 + k], input = inputs[c * pitch + k0 + k];
+          const T over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
+          N b_row[S];
+          load_row(b_row, first_b + (k0 + k) * b_step);
+          UNROLL
+          for (int j = 0; j < S; ++j) state[j].step(dt, over_dt, input, b_row[j]);
+        }
+      }
+    }
+
+    // And back.
+#pragma unroll 1
+    for (int tile = tiles - 1; tile >= 0; --tile) {
+      const int64_t t0 = chunk0 + tile * plan.tile;
+      if (tile < tiles - 1) {
+        prepare(t0, true);
+        __syncthreads();  // it is there
+      }
+      const int steps = min(chunk_steps - tile * plan.tile, plan.tile);
+#pragma unroll 1
+      for (int k0 = (steps - 1) / K * K; k0 >= 0; k0 -= K) {
+        const T *const dt_of = lengths + c * pitch + k0, *const u_of = inputs + c * pitch + k0;
+        const T* const dy_of = outer + c * pitch + k0;
+        const N *const b_of = first_b + k0 * b_step, *const c_of = first_c + k0 * c_step;
+
+        // Forward once more, all states of K steps.
+        N start[S], h[K][S];
+        {
+          const N* const from = kept + (tile * plan.tile + k0) / K * threads * S;
+          UNROLL
+          for (int j = 0; j < S; ++j) start[j] = state[j].h = from[j];
+          if constexpr (M == Method::foh) {
+            N taken[S];
+            before(taken, k0);
+            UNROLL
+            for (int j = 0; j < S; ++j) state[j].before = taken[j];
+          }
+        }
+        UNROLL
+        for (int k = 0; k < K; ++k) {
+          const T dt = dt_of[k], input = u_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
+          N b_row[S];
+          load_row(b_row, b_of + k * b_step);
+          UNROLL
+          for (int j = 0; j < S; ++j) state[j].step(dt, over_dt, input, b_row[j]), h[k][j] = state[j].h;
+        }
+
+        // What the warps' sums over channels are added up from.
+        const auto give = [&](N(&values)[FOUR* S], int which, int k) {
+          fold<W / 2, 1>(values);
+          constexpr int LEFT = FOUR * S / W;
+          const int index = lane % W * LEFT;
+          N* to = of_bc + ((which * of_channels + warp_c) * K + k + index / S) * pitch_bc + state0 + index % S;
+          UNROLL
+          for (int i = 0; i < LEFT; ++i) to[i] = values[i];
+        };
+        UNROLL
+        for (int k4 = 0; k4 < K; k4 += FOUR) {
+          N values[FOUR * S];
+          UNROLL
+          for (int k = k4; k < k4 + FOUR; ++k) {
+            const T grad = dy_of[k] * T(PARTS<N>);
+            UNROLL
+            for (int j = 0; j < S; ++j) values[(k - k4) * S + j] = conj(h[k][j]) * grad;
+          }
+          if (holds_c) {
+            UNROLL
+            for (int i = 0; i < FOUR * S; ++i) of_c[i % S] = of_c[i % S] + values[i];
+          } else {
+            give(values, 1, k4);
+          }
+        }
+        // What a channel's states add to the gradients of u and dt, and to y.
+        const auto give_sums = [&](T(&values)[K], int which) {
+          fold<16, W>(values);
+          if (part * K * W % 32) return;
+          constexpr int LEFT = K * W < 32 ? 1 : K * W / 32;
+          T* to = sums + ((which * plan.of_states + warp_s) * plan.channels + c) * K + part * K * W / 32;
+          UNROLL
+          for (int i = 0; i < LEFT; ++i) to[i] = values[i];
+        };
+        if (gated) {
+          T seen[K];
+          UNROLL
+          for (int k = 0; k < K; ++k) {
+            N c_row[S];
+            load_row(c_row, c_of + k * c_step);
+            seen[k] = 0;
+            UNROLL
+            for (int j = 0; j < S; ++j) seen[k] = add_seen(seen[k], c_row[j], h[k][j]);
+          }
+          give_sums(seen, 2);
+        }
+
+        T of_u[K], of_dt[K];
+        UNROLL
+        for (int k4 = K - FOUR; k4 >= 0; k4 -= FOUR) {
+          N values[FOUR * S];
+          UNROLL
+          for (int k = k4 + FOUR - 1; k >= k4; --k) {
+            const T dt = dt_of[k], input = u_of[k], grad = dy_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
+            N b_row[S], c_row[S];
+            load_row(b_row, b_of + k * b_step), load_row(c_row, c_of + k * c_step);
+            T by_input = 0, by_dt = 0;
+            UNROLL
+            for (int j = 0; j < S; ++j) {
+              const N h_before = k > 0 ? h[k > 0 ? k - 1 : 0][j] : start[j];
+              const N lambda = pull[j] + conj(c_row[j]) * grad;  // the gradient of this step's state
+              if constexpr (M == Method::mamba) {
+                pull[j] = conj(decay(state[j].a, dt)) * lambda;
+                const N by_z = pull[j] * conj(h_before);
+                of_a[j] = of_a[j] + by_z * dt;
+                by_dt = add_seen(by_dt, conj(rate[j]), by_z), by_input = add_seen(by_input, conj(b_row[j]), lambda);
+                values[(k - k4) * S + j] = lambda * (dt * input);
+              } else {
+                const N e = decay(M == Method::dirac ? state[j].a : scaled(rate[j]), dt);
+                const Derivatives<N> by = differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, e});
+                const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b_row[j] * input);
+                N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
+                N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
+                N of_taken = conj(by.value.gain) * lambda;
+                if constexpr (M == Method::foh) {
+                  const N by_previous = lambda * conj(first_b[(k0 + k > 0 ? k0 + k - 1 : plan.tile) * b_step + j] *
+                                                      inputs[c * pitch + (k0 + k > 0 ? k0 + k - 1 : plan.tile)]);
+                  by_a = by_a + by_previous * conj(by.by_a.previous);
+                  by_step = by_step + by_previous * conj(by.by_dt.previous);
+                  of_taken = of_taken + later[j], later[j] = conj(by.value.previous) * lambda;
+                }
+                of_a[j] = of_a[j] + by_a, by_dt += real(by_step);
+                by_input = add_seen(by_input, conj(b_row[j]), of_taken);
+                values[(k - k4) * S + j] = of_taken * input;
+                pull[j] = conj(left_of<M>(rate[j], by.value)) * lambda;
+              }
+            }
+            of_u[k] = M == Method::mamba ? dt * by_input : by_input;
+            of_dt[k] = M == Method::mamba ? by_dt + input * by_input : by_dt;
+          }
+          if (holds_b) {
+            UNROLL
+            for (int i = 0; i < FOUR * S; ++i) of_b[i % S] = of_b[i % S] + values[i];
+          } else {
+            give(values, 0, k4);
+          }
+        }
+        give_sums(of_u, 0), give_sums(of_dt, 1);
+        __syncthreads();  // all warps have given
+
+        // FOUR steps of a channel each.
+        if (threadIdx.x < unsigned(plan.channels * (K / FOUR))) {
+          const int row = threadIdx.x / (K / FOUR), k = threadIdx.x % (K / FOUR) * FOUR;
+          const int64_t t = t0 + k0 + k, left = row < rows ? seq - t : 0;
+          const auto total = [&](T(&totals)[FOUR], int which) {
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) totals[m] = 0;
+#pragma unroll 1
+            for (int n = 0; n < plan.of_states; ++n) {
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) {
+                totals[m] += sums[((which * plan.of_states + n) * plan.channels + row) * K + k + m];
+              }
+            }
+          };
+          const T *const input = inputs + row * pitch + k0 + k, *const grad = outer + row * pitch + k0 + k;
+          const T d = left > 0 && D.size[0] ? D(channel0 + row) : T(0);
+          T totals[FOUR];
+          total(totals, 0);
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) totals[m] += d * grad[m], of_d += grad[m] * input[m];
+          store_steps(du, at(du, row, t), totals, left);
+          total(totals, 1);
+          UNROLL
+          for (int m = 0; m < FOUR; ++m) {
+            if (with_softplus) totals[m] *= -std::expm1(-lengths[row * pitch + k0 + k + m]);  // its derivative
+            if (m < left) of_bias += totals[m];
+          }
+          store_steps(ddelta, at(ddelta, row, t), totals, left);
+          if (gated) {
+            total(totals, 2);
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) totals[m] = (totals[m] + d * input[m]) * gates[row * pitch + k0 + k + m];
+            store_steps(dz, at(dz, row, t), totals, left);
+          }
+        }
+        // The sums over a block's channels, which are added to those of its pieces before, by the same thread.
+        const auto add_up = [&](const View<N, 5>& dx, N* to, int which) {
+#pragma unroll 1
+          for (int i = threadIdx.x; i < padded * K; i += threads) {
+            const int j = i / K, k = i % K;
+            const int64_t t = t0 + k0 + k;
+            if (j >= count || t >= seq) continue;
+            N sum = 0;
+#pragma unroll 1
+            for (int n = 0; n < of_channels; ++n) sum = sum + of_bc[((which * of_channels + n) * K + k) * pitch_bc + j];
+            N* const place = to + j * dx.stride[3] + t * dx.stride[4];
+            *place = piece == part_of_share ? sum : *place + sum;
+          }
+        };
+        if (!holds_b) add_up(dB, to_b, 0);
+        if (!holds_c) add_up(dC, to_c, 1);
+        __syncthreads();  // nobody needs what was given any more, nor after the last of its steps the tile
+      }
+    }
+
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (!present || state0 + j >= count) continue;
+      carried(chunk, batch, channel, state0 + j) = of_a[j];
+      if (holds_b) dB(chunk, batch, channel, state0 + j, 0) = of_b[j];
+      if (holds_c) dC(chunk, batch, channel, state0 + j, 0) = of_c[j];
+    }
+    if constexpr (K > FOUR) {  // two neighbouring threads have the same channel
+      of_d += from_lane_apart(of_d, 1), of_bias += from_lane_apart(of_bias, 1);
+    }
+    if (threadIdx.x < unsigned(rows * (K / FOUR)) && threadIdx.x % (K / FOUR) == 0) {
+      const int64_t own = channel0 + threadIdx.x / (K / FOUR);
+      if (dD.size[0]) dD(chunk, batch, own) = of_d;
+      if (dbias.size[0]) dbias(chunk, batch, own) = of_bias;
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Neighbouring channels that have the same B and the same C, if these change in time.
+int64_t share_of(const AnyView<3>& u, const AnyView<4>& B, const AnyView<4>& C) {
+  const auto of = [&](const AnyView<4>& x) { return x.size[3] == 1 ? u.size[1] : u.size[1] / x.size[1]; };
+  return std::gcd(of(B), of(C));
+}
+
+template <typename N, int S, bool BACK>
+Plan make_plan(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyView<4>& C, bool gated) {
+  using T = Real<N>;
+  Plan plan{};
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;
+  plan.share = share_of(u, B, C);
+  plan.lanes = std::max(1, int(ceil_div(states, S)));
+  plan.padded = plan.lanes * S;
+  const int most = std::max(FEW_THREADS / plan.lanes, std::min(CHANNELS, MOST_THREADS / plan.lanes));
+  plan.channels = int(std::min(int64_t(most), plan.share));
+  const auto take = [&plan](int bytes) {
+    const int at = plan.bytes;
+    plan.bytes += int(ceil_div(bytes, 16)) * 16;
+    return at;
+  };
+  const auto copied = [&](const auto& x, int rows) { return take(rows * Rows(x, STEPS<N>).pitch); };
+  plan.u = copied(u, plan.channels), plan.delta = copied(u, plan.channels);
+  plan.z = gated ? copied(u, plan.channels) : 0;
+  plan.B = holds_b ? 0 : copied(B, plan.padded), plan.C = holds_c || BACK ? 0 : copied(C, plan.padded);
+  plan.lengths = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  plan.inputs = take(STEPS<N> * plan.channels * int(sizeof(T)));
+  const int record = plan.lanes * RECORD<S> * int(sizeof(N));
+  const int held = plan.channels * (record + 16), moving = STEPS<N> / FOUR * record;
+  plan.b = take(holds_b ? held : moving);
+  if (BACK) return plan;
+  plan.c = take(holds_c ? held : moving);
+  plan.sums = take(STEPS<N> * (plan.channels * plan.lanes + 1) * int(sizeof(T)));
+  return plan;
+}
+
+// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
+template <typename Body>
+void with_method(int method, Body&& body) {
+  switch (Method(method)) {
+    case Method::mamba: return body.template operator()<Method::mamba>();
+    case Method::foh: return body.template operator()<Method::foh>();
+    case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+    case Method::zoh: return body.template operator()<Method::zoh>();
+    case Method::highorder: return body.template operator()<Method::highorder>();
+    case Method::poly: return body.template operator()<Method::poly>();
+    case Method::rk4: return body.template operator()<Method::rk4>();
+    case Method::dirac: return body.template operator()<Method::dirac>();
+    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
+  }
+}
+
+// What is computed with: the type of A, of which there are as many as of the states.
+template <typename Body>
+void with_numbers(DType dtype, Body&& body) {
+  if (dtype == DType::float32) return body.template operator()<float>();
+#if !defined(FLOAT_ONLY)
+  if (dtype == DType::float64) return body.template operator()<double>();
+  if (dtype == DType::complex64) return body.template operator()<Complex<float>>();
+  if (dtype == DType::complex128) return body.template operator()<Complex<double>>();
+#endif
+  throw std::invalid_argument(std::string("this kernel does not compute with ") + name_of(dtype));
+}
+
+template <typename N>
+GradientPlan plan_gradients(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyView<4>& C, bool gated,
+                            int parts) {
+  using T = Real<N>;
+  GradientPlan plan{};
+  plan.share = share_of(u, B, C);
+  plan.of_states = std::max(1, int(ceil_div(states, OF_WARP<N>)));
+  const int64_t groups = ceil_div(plan.share, WIDTH<N>);
+  const int of_channels = int(std::min<int64_t>(groups, std::max(1, WARPS / plan.of_states)));
+  plan.channels = of_channels * WIDTH<N>;
+  plan.parts = parts, plan.pieces = int(ceil_div(plan.share, plan.channels));
+  const int threads = of_channels * plan.of_states * 32, padded = plan.of_states * OF_WARP<N>;
+  const int row = (padded + 16 / int(sizeof(N))) * int(sizeof(N));
+  for (plan.tile = 32;; plan.tile /= 2) {  // as long as it fits
+    plan.bytes = 0;
+    const auto take = [&plan](int bytes) {
+      const int at = plan.bytes;
+      plan.bytes += int(ceil_div(bytes, 16)) * 16;
+      return at;
+    };
+    const int of_time = plan.channels * (plan.tile + FOUR) * int(sizeof(T));
+    plan.kept = take(CHUNK<N> / SUB<N> * threads * OF_LANE * int(sizeof(N)));
+    plan.lengths = take(of_time), plan.inputs = take(of_time), plan.outer = take(of_time);
+    plan.gates = gated ? take(of_time) : 0;
+    plan.b = take((B.size[3] == 1 ? plan.channels : plan.tile + 1) * row);
+    plan.c = take((C.size[3] == 1 ? plan.channels : plan.tile) * row);
+    plan.of_bc = take(2 * of_channels * SUB<N> * row);
+    plan.sums = take((gated ? 3 : 2) * plan.of_states * plan.channels * SUB<N> * int(sizeof(T)));
+    if (plan.bytes <= SHARED || plan.tile == SUB<N>) return plan;
+  }
+}
+
+// The two walks.
+template <typename N, Method M, int S, bool BACK>
+void start_walk(const AnyView<3>& u, const Input<3>& delta, const Input<2>& A, const Input<4>& B, const Input<4>& C,
+                const Input<1>& D, const Input<3>& z, const Input<1>& delta_bias, const Input<3>& initial_state,
+                const AnyView<3>& y, const Output<3>& last_state, const Output<4>& kept, bool delta_softplus,
+                Stream stream) {
+  using T = Real<N>;
+  const Plan plan = make_plan<N, S, BACK>(u, int(A.size[1]), B, C, z.size[0] > 0);
+  const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
+  launch<walk<N, M, S, BACK>>({u.size[0] * (u.size[1] / plan.share) * ceil_div(plan.share, plan.channels)},
+                              dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32), size_t(plan.bytes), stream,
+                              rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z), delta_bias.as<T>(),
+                              initial_state.as<N>(), rows(y), last_state.as<N>(), kept.as<N>(), delta_softplus, plan);
+}
+// body.operator()<S>() with how many states a lane of a walk has.
+template <typename N, Method M, typename Body>
+void with_states(int states_of_a_lane, Body&& body) {
+  if constexpr (!std::is_same_v<N, float>) {
+    body.template operator()<2>();
+  } else {
+    if constexpr (!DIVIDES<M>) {
+      if (states_of_a_lane == 8) return body.template operator()<8>();
+    }
+    body.template operator()<4>();
+  }
+}
+
+void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C, Input<1> D, Input<3> z,
+                    Input<1> delta_bias, Input<3> initial_state, Output<3> y, Output<3> last_state, Output<4> states,
+                    bool delta_softplus, int method, int states_of_a_lane, Stream stream) {
+  if (u.size[0] == 0 || u.size[1] == 0) return;
+  with_numbers(A.dtype, [&]<typename N>() {
+    with_method(method, [&]<Method M>() {
+      with_states<N, M>(states_of_a_lane, [&]<int S>() {
+        start_walk<N, M, S, false>(u, delta, A, B, C, D, z, delta_bias, initial_state, y, last_state, states,
+                                   delta_softplus, stream);
+      });
+    });
+  });
+}
+
+void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B,
+                             Input<4> C, Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
+                             Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> dB,
+                             Output<5> dC, Output<3> dD, Output<3> dbias, bool delta_softplus, int method, int parts,
+                             int states_of_a_lane, Stream stream) {
+  with_numbers(A.dtype, [&]<typename N>() {
+    using T = Real<N>;
+    with_method(method, [&]<Method M>() {
+      constexpr Method BY = DECAYS<M>;
+      with_states<N, BY>(states_of_a_lane, [&]<int S>() {
+        start_walk<N, BY, S, true>(dy, delta, A, C, C, D, z, delta_bias, dlast, dy, dinitial, carried, delta_softplus,
+                                   stream);
+      });
+      const GradientPlan plan = plan_gradients<N>(u, int(A.size[1]), B, C, z.size[0] > 0, parts);
+      const auto rows = [](const auto& x) { return Rows(x, FOUR); };
+      const int64_t chunks = ceil_div(u.size[2], CHUNK<N>), shares = u.size[1] / plan.share;
+      const int threads = plan.channels / WIDTH<N> * plan.of_states * 32;
+      launch<gradients<N, M>>({chunks * u.size[0] * shares * plan.parts}, dim3(unsigned(threads)), size_t(plan.bytes),
+                              stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
+                              delta_bias.as<T>(), states.as<N>(), rows(dy), rows(du), rows(ddelta), rows(dz),
+                              carried.as<N>(), dB.as<N>(), dC.as<N>(), dD.as<T>(), dbias.as<T>(), delta_softplus, plan);
+    });
+  });
+}

@@ -1,0 +1,69 @@
+"""Stage 52: the selective scan, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from stages.families import COMPLEX, FLOATING, selective_scan
+from stages.toolkit.report import Counts
+from stages.toolkit.stage import Stage
+
+FOUR = 4  # steps that lie together
+
+LANES = 32
+ENOUGH_WARPS = 2112  # 16 for each multiprocessor of an H100: then a lane has 8 states, before that 4
+
+
+def states_of_a_lane(u: Tensor, A: Tensor) -> int:
+    """8 where there are enough channels, as what is not done for each state is then done for fewer; else 4."""
+    (batch, channels, _), states = u.shape, A.shape[1]
+    enough = batch * channels * -(-states // 8) >= LANES * ENOUGH_WARPS
+    return 8 if enough and states > 4 and A.dtype is torch.float32 else 4
+
+
+def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Counts:
+    """The forward, of all methods, where B and C vary and there are no gates; of few channels, with 4 states a lane."""
+    double = itemsize == 8
+    size, of_a_lane, parts = (8, 2, 2) if double else (4, 4, 1)  # of a number; parts of 16 bytes of FOUR of them
+    steps, lanes = 128 // size, n // of_a_lane
+    channels = max(64 // lanes, min(8, 256 // lanes))
+    warps, blocks, tiles, fours = lanes * channels // 32, B * d // channels, T // steps, steps // FOUR
+    of_states = warps * of_a_lane  # requests for A, and for the last states, 16 sectors each
+    copied = 2 * (channels + n) * steps * itemsize  # bytes a tile, of u and delta, B and C
+    of_u, of_b = 2 * channels * fours // 32, 2 * n * fours // 32  # requests to turn that, for FOUR steps each
+    sums = of_u // 2 * lanes
+    if (
+        itemsize == 2
+    ):  # 8 bytes a lane, of rows that lie 80 bytes apart: the ninth meets the first, if there are so many
+        twice = 2 * (of_b + (of_u if channels == 16 else 0))
+        turned = 2 * (of_u + of_b) + twice
+    else:
+        turned, twice = 4 * parts * (of_u + of_b), 0
+    if double:  # lanes that lie 32 bytes apart meet in the banks twice
+        twice += warps * fours * 16 + sums * 8
+    walked = warps * fours * (8 * parts * parts + 16)  # dt and u, and for each step B and C
+    return Counts(
+        load_requests=blocks * (warps + of_states + 1 + tiles * copied // 512),
+        load_sectors=blocks * ((warps + 1) * channels * size // 32 + 16 * of_states + tiles * copied // 32),
+        store_requests=blocks * (of_states + tiles * parts * of_u // 2),
+        store_sectors=blocks * (16 * of_states + tiles * parts * channels * steps * itemsize // 32),
+        shared_load_wavefronts=blocks * tiles * (turned + walked + sums * 4 * parts * parts),
+        shared_load_conflicts=blocks * tiles * twice,
+        shared_store_wavefronts=blocks * tiles * 4 * parts * (parts * (of_u + warps * fours) + of_b),
+        shared_store_conflicts=blocks * tiles * 8 * (parts - 1) * (of_u + warps * fours),
+        shared_copy_wavefronts=blocks * tiles * copied // 512 * (8 if itemsize == 2 else 4),
+        barriers=blocks * 2 * (tiles + 1),
+    )
+
+
+stage = Stage(
+    __file__,
+    family=selective_scan,
+    lesson="the way back: states made anew, gradients summed in a fixed order",
+    cost=cost,
+    aligned=(1, 16, 16, 64),
+    registers=255,
+    spills=True,  # of the backward: addresses, some dozen words for each 8 steps
+    dtypes=FLOATING + COMPLEX,
+    options=tuple({"discretization_method": method} for method in ("mamba", "foh", "bilinear")),  # one of each kind
+    define={"states_of_a_lane": states_of_a_lane},
+)
