@@ -70,8 +70,9 @@ class TestScanWarp(ScanCases):
     def test_products_near_one_lose_nothing(self, device):
         """1 - x, x tiny and always of the same sign: what rounding takes from a product is of the same sign, too."""
         seq = 1 << 15
-        a = 1 - 2e-5 * torch.rand(1, seq, 1, generator=torch.Generator(device).manual_seed(0), device=device)
-        b, g = (torch.randn(a.shape, generator=torch.Generator(device).manual_seed(n), device=device) for n in (1, 2))
+        a = 1 - 2e-5 * torch.rand(1, seq, 1, generator=torch.Generator().manual_seed(0))
+        b, g = (torch.randn(a.shape, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+        a, b, g = (x.to(device) for x in (a, b, g))  # the same numbers on each device
         arguments = [a, b, None]
         for result, truth in zip(self.results(arguments, g), truth_of(arguments, g), strict=True):
             assert relative_error(result, truth) <= 3e-6

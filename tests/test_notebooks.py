@@ -1,6 +1,5 @@
 """The notebooks: each runs without a GPU, in time, and its outputs are those that are committed."""
 
-import json
 import re
 import time
 
@@ -14,9 +13,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import stages  # noqa: E402
-from stages.toolkit import build, chapter, lab, notebooks, picture, triton_kernels  # noqa: E402
+from stages.toolkit import build, chapter, lab, notebooks, nsight, picture, triton_kernels  # noqa: E402
 from stages.toolkit.errors import NotAvailable  # noqa: E402
-from stages.toolkit.report import METRICS  # noqa: E402
 
 PATHS = notebooks.paths()
 SECONDS = 60
@@ -735,14 +733,12 @@ def test_the_chapter_in_a_notebook(capsys, monkeypatch):
 def test_the_comparison_with_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PACKAGE", tmp_path)
     assert "Not measured yet" in picture.nsight().markdown
-    (tmp_path / "measured").mkdir()
     row = {"stage": "12_matmul_shared", "size": [64, 32, 96], "dtype": "float32"}
     rows = [
-        row | {"metric": METRICS["load_sectors"], "hardware": 1536, "xray": 1536},
-        row | {"metric": METRICS["shared_load_wavefronts"], "hardware": 7000, "xray": 8000, "reason": "wider reads"},
+        row | {"count": "load_sectors", "hardware": 1536, "xray": 1536, "reason": ""},
+        row | {"count": "shared_load_wavefronts", "hardware": 7000, "xray": 8000, "reason": "wider reads"},
     ]
-    record = json.dumps({"card": "NVIDIA H100", "rows": rows})
-    (tmp_path / "measured" / "nsight.json").write_text(record)
+    nsight.write(tmp_path / "measured" / "nsight.json", {"card": "NVIDIA H100", "rows": rows})
     text = picture.nsight().markdown
     assert "NVIDIA H100: 1 of 2 counts are equal" in text
     assert "| stage 12, 64 x 32 x 96 |  | 1,536 |  |  | **7,000** (8,000) |  |" in text

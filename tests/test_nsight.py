@@ -1,6 +1,5 @@
 """The comparison of the x-ray with Nsight Compute, as far as it goes without a GPU: a recorded answer of ncu."""
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -186,7 +185,10 @@ def test_the_whole_command(fake_ncu, cases, monkeypatch, capsys, tmp_path):
     ]
     assert nsight.main(line) == 0
     assert "all requests and sectors equal" in capsys.readouterr().out
-    written = json.loads((tmp_path / "a" / "nsight.json").read_text())
+    written = nsight.read(tmp_path / "a" / "nsight.json")
+    again = tmp_path / "again.json"
+    nsight.write(again, written)
+    assert nsight.read(again) == written
     assert written["card"] == "A Card"
     assert {row["count"]: row["hardware"] for row in written["rows"]} == dict(cases[0].counts)
 

@@ -70,7 +70,7 @@ def test_records_become_tables(tmp_path, monkeypatch):
     row = {"stage": "12_matmul_shared", "size": [1], "dtype": "float32", "xray": 2, "reason": ""}
     rows = [{**row, "count": name, "hardware": 2} for name in METRICS]
     rows[4] |= {"hardware": 1, "reason": nsight.MERGED}
-    (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))
+    nsight.write(tmp_path / "nsight.json", {**machine, "rows": rows})
     text = readme.figures()
     assert "| 12\u00a0shared | float32 | 1.5 | 75.0 | 12.3 | – |" in text
     assert "**Chapter 1, matmul**, on one A Card, driver 1.2, torch 2, 2026-01-01; medians." in text
@@ -88,5 +88,5 @@ def test_records_become_tables(tmp_path, monkeypatch):
     assert "8 of 9 are equal, all 4 requests and sectors" in text
     assert f"- 1: {nsight.MERGED}" in text
     rows[0]["hardware"] = 1
-    (tmp_path / "nsight.json").write_text(json.dumps({**machine, "rows": rows}))
+    nsight.write(tmp_path / "nsight.json", {**machine, "rows": rows})
     assert "3 of 4 requests and sectors" in readme.figures()

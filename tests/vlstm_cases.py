@@ -326,9 +326,9 @@ class VlstmGradientCases(VlstmCases):
     """The tests of the gradients, for stages that have them."""
 
     def random_grad(self, arguments: list[Tensor], seed: int = 1) -> Tensor:
+        """The same numbers on each device."""
         v = arguments[2]
-        generator = torch.Generator(v.device).manual_seed(seed)
-        return torch.randn(v.shape, generator=generator, dtype=torch.float64, device=v.device).to(v.dtype)
+        return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(v)
 
     def all_gradients(self, arguments: list[Tensor], grad: Tensor | None = None) -> list[list[Tensor]]:
         """Output and gradients with every set of options."""

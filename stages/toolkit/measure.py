@@ -101,7 +101,7 @@ def kept(path: Path, machine: Mapping[str, str], part: str, stages: Iterable[str
     """What a file has of other stages, measured on such a machine; the text on stderr says if it cannot stay."""
     if not path.exists():
         return []
-    old = json.loads(path.read_text())
+    old = nsight.read(path) if part == "rows" else json.loads(path.read_text())
     rest = [row for row in old[part] if row["stage"] not in set(stages)]
     differ = [key for key in ("card", "driver", "cuda", "torch", "nvcc") if old.get(key) != machine.get(key)]
     if rest and differ:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record = nsight.record(chosen)
                 path = options.out / "nsight.json"
                 rest = kept(path, record, "rows", chosen)
-                write(path, record | {"rows": in_order(rest + record["rows"])})
+                nsight.write(path, record | {"rows": in_order(rest + record["rows"])})
                 tables.append(nsight.table(record["rows"]))
                 failed += nsight.failures(record["rows"])
             except (NotAvailable, KernelFault) as error:

@@ -6,7 +6,6 @@ Pictures stand on a pale panel of their own, so that they read alike on a light 
 import base64
 import difflib
 import io
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,8 +18,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from PIL import Image
 
 from stages.toolkit import build, lab, render, triton_kernels
+from stages.toolkit import nsight as comparison
 from stages.toolkit.lab import Kernel
 from stages.toolkit.report import METRICS, SECTOR, Access, Counts, Report
 
@@ -29,6 +30,7 @@ EMPTY = to_rgb("#dde1e6")  # memory that nobody asks for
 WASTE = to_rgb("#f2b880")  # fetched, because it lies in the same sector as something asked for; not used
 DONE = to_rgb("#b4bcc8")  # touched in an earlier step
 SHARED = to_rgb("#24292f")  # one address that several lanes ask for
+COLOURS = 128  # of a picture, at most
 WIDTH, DPI = 9.0, 110  # inches, dots an inch: 990 dots, shown on 760 points of a page
 LANES = [matplotlib.colormaps["viridis"](0.12 + 0.83 * i / 31)[:3] for i in range(32)]
 BLOCKS = [to_rgb(colour) for colour in ("#4c78a8", "#e0803a", "#54a24b", "#b279a2")]
@@ -53,7 +55,10 @@ class Picture:
     def __init__(self, figure: Figure, words: str) -> None:
         buffer = io.BytesIO()
         FigureCanvasAgg(figure)
-        figure.savefig(buffer, format="png", dpi=DPI * 2, facecolor=PANEL, metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=DPI * 2, facecolor=PANEL)
+        # Few colours are in a drawing, and a notebook that counts them takes a third of the bytes.
+        drawn, buffer = Image.open(buffer).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE), io.BytesIO()
+        drawn.save(buffer, format="png", optimize=True)
         self.png, self.words = buffer.getvalue(), words
         self.width = round(figure.get_figwidth() / WIDTH * 760)
 
@@ -163,7 +168,7 @@ def nsight(last: str = "99", dtype: str = "float32") -> Shown:
     the x-ray's where it is another one. The sentences around it are about all dtypes that were recorded.
     """
     path = build.PACKAGE / "measured" / "nsight.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    record = comparison.read(path) if path.exists() else {}
     found = [row for row in record.get("rows", ()) if row["stage"][:2] <= last]
     if not found:
         return say("**Not measured yet.** No comparison with a GPU has been recorded.")

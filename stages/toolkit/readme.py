@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import accuracy, build, chapter, lab
+from stages.toolkit import accuracy, build, chapter, lab, nsight
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import load, names
@@ -123,9 +123,10 @@ def _beside(dtype: str, r: Mapping[str, Any]) -> str:
 
 
 def comparison() -> str:
-    record = measured("nsight")
-    if record is None:
+    path = MEASURED / "nsight.json"
+    if not path.exists():
         return "**Not compared yet.** The x-ray's counts have not been set beside Nsight Compute's for this version."
+    record = nsight.read(path)
     rows = record["rows"]
     equal = [r for r in rows if r["hardware"] == r["xray"]]
     memory = [r for r in rows if not r["count"].startswith("shared")]
