@@ -37,14 +37,14 @@
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
-constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
-constexpr int CHUNK = 128;                           // steps, before each of which a backward wants to know the states
-constexpr int FOUR = 4;                              // steps that lie together in shared memory
+constexpr int FEW_THREADS = 128, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
+constexpr int CHANNELS = 8;                           // of a block, if it takes more threads
+constexpr int CHUNK = 128;                            // steps, before each of which a backward wants to know the states
+constexpr int FOUR = 4;                               // steps that lie together in shared memory
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
 template <typename N, int S>
-constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
+constexpr int BLOCKS = std::is_same_v<N, float> ? 2 : 1;  // at a time, if they are large: how many registers
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
@@ -89,19 +89,21 @@ __device__ __forceinline__ float power(float x) {
 #endif
 }
 
-// cos + i sin of an angle that was multiplied by PER_RADIAN. A float's is in turns: without the whole ones the GPU's own
-// sine is right to 2^-21.
-template <typename T>
-constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
-__device__ __forceinline__ Complex<double> direction(double angle) { return exponential(Complex<double>(0, angle)); }
-__device__ __forceinline__ Complex<float> direction(float turns) {
-  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
-  const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+// cos + i sin of the angle rate dt. In float without the whole turns: then the GPU's own sine is right to 2^-21. What
+// roundings take from the product and from its turns is kept, as each step turns a state further.
+__device__ __forceinline__ Complex<double> direction(double rate, double dt) {
+  return exponential(Complex<double>(0, rate * dt));
+}
+__device__ __forceinline__ Complex<float> direction(float rate, float dt) {
+  const float angle = rate * dt, lost = std::fma(rate, dt, -angle);
+  const Turns<float> turns = turns_of(angle);
+  const float rest = turns.rest + lost * detail::PhaseOf<float>::PER_RADIAN;
+  const float part = ((turns.rounded - rint(turns.rounded)) + rest) * 6.28318530717958647692f;
   float sine, cosine;
 #if defined(__CUDACC__)
-  __sincosf(angle, &sine, &cosine);
+  __sincosf(part, &sine, &cosine);
 #else
-  sine = std::sin(angle), cosine = std::cos(angle);
+  sine = std::sin(part), cosine = std::cos(part);
 #endif
   return {cosine, sine};
 }
@@ -113,7 +115,7 @@ __device__ __forceinline__ T scaled(T a) {
 }
 template <typename T>
 __device__ __forceinline__ Complex<T> scaled(Complex<T> a) {
-  return {a.re * PER_E<T>, a.im * PER_RADIAN<T>};
+  return {a.re * PER_E<T>, a.im};
 }
 template <typename T>
 __device__ __forceinline__ T decay(T a_scaled, T dt) {
@@ -121,7 +123,7 @@ __device__ __forceinline__ T decay(T a_scaled, T dt) {
 }
 template <typename T>
 __device__ __forceinline__ Complex<T> decay(Complex<T> a_scaled, T dt) {
-  return direction(a_scaled.im * dt) * power(a_scaled.re * dt);
+  return direction(a_scaled.im, dt) * power(a_scaled.re * dt);
 }
 
 // log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
@@ -615,10 +617,8 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
       if constexpr (!std::is_same_v<N, float>) {
         run.template operator()<2>();
       } else {
-        if constexpr (!DIVIDES<M>) {
-          if (states_of_a_lane == 8) return run.template operator()<8>();
-        }
-        run.template operator()<4>();
+        if (states_of_a_lane == 4) run.template operator()<4>();
+        else run.template operator()<2>();
       }
     });
   });

@@ -10,14 +10,14 @@ from stages.toolkit.stage import Stage
 FOUR = 4  # steps that lie together
 
 LANES = 32
-ENOUGH_WARPS = 2112  # 16 for each multiprocessor of an H100: then a lane has 8 states, before that 4
+ENOUGH_WARPS = 1056  # 8 for each multiprocessor of an H100: then a lane has 4 states, before that 2
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
-    """8 where there are enough channels, as what is not done for each state is then done for fewer; else 4."""
+    """4 where there are enough channels, as what is not done for each state is then done for fewer; else 2."""
     (batch, channels, _), states = u.shape, A.shape[1]
-    enough = batch * channels * -(-states // 8) >= LANES * ENOUGH_WARPS
-    return 8 if enough and states > 4 and A.dtype is torch.float32 else 4
+    enough = batch * channels * -(-states // 4) >= LANES * ENOUGH_WARPS
+    return 4 if enough and states > 2 and A.dtype is torch.float32 else 2
 
 
 def cost(B: int, d: int, n: int, T: int, itemsize: int, discretization_method: str = "mamba") -> Counts:

@@ -40,15 +40,15 @@
 #include "common/vector.h"
 #include "common/view.h"
 
-constexpr int FEW_THREADS = 64, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
-constexpr int CHANNELS = 8;                          // of a block, if it takes more threads
-constexpr int FOUR = 4;                              // steps that lie together in shared memory
+constexpr int FEW_THREADS = 128, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
+constexpr int CHANNELS = 8;                           // of a block, if it takes more threads
+constexpr int FOUR = 4;                               // steps that lie together in shared memory
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
 template <typename N>
 constexpr int CHUNK = sizeof(N) == 16 ? 32 : 128;  // steps, before each of which the states are kept
 template <typename N, int S>
-constexpr int BLOCKS = std::is_same_v<N, float> && S == 4 ? 2 : 1;  // at a time, if they are large: how many registers
+constexpr int BLOCKS = std::is_same_v<N, float> ? 2 : 1;  // at a time, if they are large: how many registers
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
@@ -96,19 +96,21 @@ __device__ __forceinline__ float power(float x) {
 #endif
 }
 
-// cos + i sin of an angle that was multiplied by PER_RADIAN. A float's is in turns: without the whole ones the GPU's own
-// sine is right to 2^-21.
-template <typename T>
-constexpr T PER_RADIAN = sizeof(T) == 4 ? T(0.15915494309189533577) : T(1);
-__device__ __forceinline__ Complex<double> direction(double angle) { return exponential(Complex<double>(0, angle)); }
-__device__ __forceinline__ Complex<float> direction(float turns) {
-  constexpr float WHOLE = 0x1.8p23f;  // beside it in a sum only whole turns last
-  const float angle = (turns - ((turns + WHOLE) - WHOLE)) * 6.28318530717958647692f;
+// cos + i sin of the angle rate dt. In float without the whole turns: then the GPU's own sine is right to 2^-21. What
+// roundings take from the product and from its turns is kept, as each step turns a state further.
+__device__ __forceinline__ Complex<double> direction(double rate, double dt) {
+  return exponential(Complex<double>(0, rate * dt));
+}
+__device__ __forceinline__ Complex<float> direction(float rate, float dt) {
+  const float angle = rate * dt, lost = std::fma(rate, dt, -angle);
+  const Turns<float> turns = turns_of(angle);
+  const float rest = turns.rest + lost * detail::PhaseOf<float>::PER_RADIAN;
+  const float part = ((turns.rounded - rint(turns.rounded)) + rest) * 6.28318530717958647692f;
   float sine, cosine;
 #if defined(__CUDACC__)
-  __sincosf(angle, &sine, &cosine);
+  __sincosf(part, &sine, &cosine);
 #else
-  sine = std::sin(angle), cosine = std::cos(angle);
+  sine = std::sin(part), cosine = std::cos(part);
 #endif
   return {cosine, sine};
 }
@@ -120,7 +122,7 @@ __device__ __forceinline__ T scaled(T a) {
 }
 template <typename T>
 __device__ __forceinline__ Complex<T> scaled(Complex<T> a) {
-  return {a.re * PER_E<T>, a.im * PER_RADIAN<T>};
+  return {a.re * PER_E<T>, a.im};
 }
 template <typename T>
 __device__ __forceinline__ T decay(T a_scaled, T dt) {
@@ -128,7 +130,7 @@ __device__ __forceinline__ T decay(T a_scaled, T dt) {
 }
 template <typename T>
 __device__ __forceinline__ Complex<T> decay(Complex<T> a_scaled, T dt) {
-  return direction(a_scaled.im * dt) * power(a_scaled.re * dt);
+  return direction(a_scaled.im, dt) * power(a_scaled.re * dt);
 }
 
 // log(1 + e), 0 < e <= 1. Of a small e by its series: beside 1 it would be rounded.
@@ -588,26 +590,27 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
 }
 
 // ---- gradients ------------------------------------------------------------------------------------------------------
-// A warp has WIDTH neighbouring channels, and of each 32 / WIDTH lanes with OF_LANE states.
+// Half of a warp has a chunk of one state between its lanes, each LENGTH steps of it one after the other.
+constexpr int SEGMENTS = 16;
 template <typename N>
-constexpr int WIDTH = sizeof(N) == 4 ? 8 : 4;
-constexpr int OF_LANE = 4;
+constexpr int LENGTH = CHUNK<N> / SEGMENTS;
 template <typename N>
-constexpr int OF_WARP = 32 / WIDTH<N> * OF_LANE;
+constexpr int ROUNDS = sizeof(N) == 4 ? 2 : 1;  // a warp has so many states one after the other, in each of its halves
 template <typename N>
-constexpr int SUB = sizeof(N) == 16 ? 4 : 8;  // steps whose states are in registers
-constexpr int WARPS = 8;                      // of a block; twice as many for very many states
-template <typename N>
-constexpr int WIDEST = sizeof(N) == 4 ? 512 : 256;  // threads of a block with 256 states
-constexpr int SHARED = 112 << 10;                   // bytes, so that a multiprocessor has two blocks, if that may be
+constexpr int OF_WARP = 2 * ROUNDS<N>;  // states
+constexpr int WARPS = 4;                // of a block
+constexpr int ROWS = 8;                 // channels whose numbers are in shared memory at a time
+constexpr int TURN = 2;                 // channels of a warp from one barrier to the next
+constexpr int GRADIENT_BLOCKS = 4;      // of a multiprocessor: how many registers
 
 // How the work is cut, and where a block's shared memory has what, in bytes.
 struct GradientPlan {
-  int64_t share;                            // neighbouring channels that have the same groups of B and of C
-  int parts, pieces;                        // blocks that share these, and how many blocks' channels they are
-  int of_states, channels, tile;            // warps that share a channel; a block's channels; steps in shared memory
-  int kept, lengths, inputs, outer, gates;  // states before each SUB steps; dt, u, gradients of y: [channel][step]
-  int b, c, of_bc, sums;                    // [step][state]; what warps add to gradients of B and C, of u, dt and z
+  int64_t share;                   // neighbouring channels that have the same groups of B and of C
+  int parts, pieces;               // blocks that share these, and how many times ROWS channels they are
+  int of_states, at_once, passes;  // warps that share a channel; channels that the warps have; times to do all states
+  int lengths, inputs, outer, gates;  // dt, u, gradients of y: [row][step]
+  int b, c;                           // [state][step], or, held for all time, [row][state][FOUR times the same]
+  int ends, sums, totals;             // [kind][row][state]; what warps add to gradients of u, dt and z; over all passes
   int bytes;
 };
 
@@ -619,29 +622,72 @@ template <typename T>
 __device__ __forceinline__ T real(Complex<T> x) {
   return x.re;
 }
-template <typename T>
-__device__ __forceinline__ T from_lane_apart(T x, int apart) {
-  return __shfl_xor_sync(0xffffffffu, x, apart);
+
+// What the lane `apart` before this one has in its half of the warp, after it if BACK.
+template <bool BACK, typename T>
+__device__ __forceinline__ T from_before(T x, int apart) {
+  return BACK ? __shfl_down_sync(0xffffffffu, x, apart, SEGMENTS) : __shfl_up_sync(0xffffffffu, x, apart, SEGMENTS);
 }
-template <typename T>
-__device__ __forceinline__ Complex<T> from_lane_apart(Complex<T> x, int apart) {
-  return {from_lane_apart(x.re, apart), from_lane_apart(x.im, apart)};
+template <bool BACK, typename T>
+__device__ __forceinline__ Complex<T> from_before(Complex<T> x, int apart) {
+  return {from_before<BACK>(x.re, apart), from_before<BACK>(x.im, apart)};
 }
 
-// The sums over lanes whose numbers differ by FIRST, FIRST / 2 .. LAST of each value. Half of the values are given away at
-// each step, as long as there is more than one: what is left stands at the beginning.
-template <int FIRST, int LAST, int COUNT, typename T>
-__device__ __forceinline__ void fold(T (&values)[COUNT]) {
+// The sum over WIDTH neighbouring lanes, in each of them.
+template <int WIDTH, typename T>
+__device__ __forceinline__ T over_lanes(T x) {
   UNROLL
-  for (int apart = FIRST, count = COUNT; apart >= LAST; apart /= 2, count = count > 1 ? count / 2 : 1) {
-    const bool upper = threadIdx.x & unsigned(apart);
-    const int half = count / 2;
-    if (count == 1) values[0] = values[0] + from_lane_apart(values[0], apart);
+  for (int apart = WIDTH / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
+  return x;
+}
+template <int WIDTH, typename T>
+__device__ __forceinline__ Complex<T> over_lanes(Complex<T> x) {
+  return {over_lanes<WIDTH>(x.re), over_lanes<WIDTH>(x.im)};
+}
+
+// What a lane's segment begins with, given what it makes of any x, factor x + term, and what the first one begins with.
+// The maps of the segments before are put together in log2(SEGMENTS) steps. BACK: the last one is the first.
+template <bool BACK, typename N>
+__device__ __forceinline__ N begin_of_segment(N factor, N term, N first, int segment) {
+  const int place = BACK ? SEGMENTS - 1 - segment : segment;
+  if (place == 0) term = multiply_add(factor, first, term);
+  UNROLL
+  for (int apart = 1; apart < SEGMENTS; apart *= 2) {
+    const N term_before = from_before<BACK>(term, apart), factor_before = from_before<BACK>(factor, apart);
+    if (place >= apart) term = multiply_add(factor, term_before, term), factor = factor * factor_before;
+  }
+  const N before = from_before<BACK>(term, 1);
+  return place == 0 ? first : before;
+}
+
+// Where step k is in a row of shared memory: FOUR lie together, and of the first FOUR of eight lanes' segments, which they
+// read at once, each half changes places with its second FOUR, as they would meet in the banks.
+__device__ __forceinline__ int at_step(int k) {
+  const int four = k / FOUR;
+  return (four ^ (four / 8 % 2)) * FOUR + k % FOUR;
+}
+
+// A lane's numbers of a row, or, if it does not move in time, of FOUR that are the same.
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_segment(T (&values)[COUNT], const T* row, int k0, bool moves = true) {
+  constexpr int WIDE = COUNT < FOUR ? COUNT : FOUR;
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    T some[WIDE];
+    load_row(some, row + (moves ? at_step(k0 + k) : 0));
     UNROLL
-    for (int k = 0; k < half; ++k) {
-      const T keep = upper ? values[k + half] : values[k], give = upper ? values[k] : values[k + half];
-      values[k] = keep + from_lane_apart(give, apart);
-    }
+    for (int i = 0; i < WIDE; ++i) values[k + i] = some[i];
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void store_segment(T* row, const T (&values)[COUNT], int k0) {
+  constexpr int WIDE = COUNT < FOUR ? COUNT : FOUR;
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    T some[WIDE];
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) some[i] = values[k + i];
+    store_row(row + at_step(k0 + k), some);
   }
 }
 
@@ -676,10 +722,10 @@ __device__ __forceinline__ void store_steps(const Rows<D>& x, unsigned char* to,
   });
 }
 
-// grid (chunks B d / share parts), block (32 warps): a chunk of time, and every `parts`-th piece of the channels that
+// grid (chunks B d / share parts), block (32 WARPS): a chunk of time, and every `parts`-th piece of the channels that
 // have the same B and C.
 template <typename N, Method M>
-__global__ void __launch_bounds__(WIDEST<N>)
+__global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS : 1)
     gradients(Rows<3> u,                    // [batch, channels, seq]
               Rows<3> delta,                // [batch, channels, seq]
               View<const N, 2> A,           // [channels, states]
@@ -695,53 +741,66 @@ __global__ void __launch_bounds__(WIDEST<N>)
               Rows<3> dz,                   // [batch, channels, seq], or empty
               View<N, 4> carried,           // [chunks, batch, channels, states]: gradients of the states after a chunk,
                                             // and in their place that chunk's part of A's gradient
-              View<N, 5> dB,                // [slots, batch, groups, states, seq], or
+              View<N, 5> dB,                // [slots, batch, groups, states, whole segments], or
                                             // [chunks, batch, channels, states, 1] of what holds for all time
               View<N, 5> dC,                // likewise
               View<Real<N>, 3> dD,          // [chunks, batch, channels], or empty
               View<Real<N>, 3> dbias,       // likewise
               bool with_softplus, GradientPlan plan) {
   using T = Real<N>;
-  constexpr int S = OF_LANE, W = WIDTH<N>, K = SUB<N>;
+  constexpr int K = LENGTH<N>, R = ROUNDS<N>, STEPS = CHUNK<N>;
+  constexpr int ROW = STEPS + FOUR;  // what belongs to the step before the first stands at [STEPS]
   DYNAMIC_SHARED(unsigned char, shared);
-  N* const kept = reinterpret_cast<N*>(shared + plan.kept) + threadIdx.x * S;  // [K steps][thread][state]
   T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);
   T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);
   T* const outer = reinterpret_cast<T*>(shared + plan.outer);  // the gradient of y before its gate
   T* const gates = reinterpret_cast<T*>(shared + plan.gates);  // and dy silu'(z)
   N* const tile_b = reinterpret_cast<N*>(shared + plan.b);
   N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
-  N* const of_bc = reinterpret_cast<N*>(shared + plan.of_bc);  // [B, C][warp of channels][step][state]
-  T* const sums = reinterpret_cast<T*>(shared + plan.sums);    // [u, dt, z][warp of states][channel][step]
+  N* const ends = reinterpret_cast<N*>(shared + plan.ends);      // what a channel's state has for the whole chunk
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);      // [channel][u, dt, z][half of a warp][step]
+  T* const totals = reinterpret_cast<T*>(shared + plan.totals);  // [u, dt, z][row][step], if there are several passes
+  enum End { RATE, START, PULL, LATER };
 
   const unsigned channels = unsigned(u.size[1]), batches = unsigned(u.size[0]);
   const unsigned shares = channels / unsigned(plan.share);
-  const int part_of_share = int(blockIdx.x % unsigned(plan.parts));
+  const int part = int(blockIdx.x % unsigned(plan.parts));
   const unsigned share = blockIdx.x / unsigned(plan.parts) % shares;
   const unsigned rest = blockIdx.x / unsigned(plan.parts) / shares, batch = rest % batches;
-  const int64_t chunk = rest / batches, seq = u.size[2], chunk0 = chunk * CHUNK<N>;
-  const int chunk_steps = int(min(seq - chunk0, int64_t(CHUNK<N>))), tiles = ceil_div(chunk_steps, plan.tile);
-  const int count = int(A.size[1]), threads = blockDim.x, of_channels = threads / 32 / plan.of_states;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t chunk = rest / batches, seq = u.size[2], t0 = chunk * STEPS;
+  const int count = int(A.size[1]), of_pass = plan.of_states * OF_WARP<N>;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, segment = lane % SEGMENTS,
+            k0 = segment * K;
   const int warp_c = warp / plan.of_states, warp_s = warp % plan.of_states;
-  const int c = warp_c * W + lane % W, part = lane / W, state0 = warp_s * OF_WARP<N> + part * S;
-  const int padded = plan.of_states * OF_WARP<N>, pitch_bc = padded + 16 / int(sizeof(N)), pitch = plan.tile + FOUR;
+  const int of_lane = warp_s * OF_WARP<N> + lane / SEGMENTS;  // its first state of a pass; the next is 2 further
+  const int halves = 2 * plan.of_states;
   const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1, gated = z.size[0] > 0;
+  const int kinds = gated ? 3 : 2;
 
-  // Where the sums over channels go, for tensors that change in time.
-  const auto place = [&](const Rows<4>& x, const View<N, 5>& dx) {
+  // Where a lane's sums over channels go, for tensors that change in time; null where there are no such steps.
+  const auto place = [&](const Rows<4>& x, const View<N, 5>& dx) -> N* {
+    if (x.size[3] == 1 || t0 + k0 >= dx.size[4]) return nullptr;
     const unsigned of_group = channels / unsigned(x.size[1]) / unsigned(plan.share);
-    return &dx(share % of_group * unsigned(plan.parts) + part_of_share, batch, share / of_group, 0, 0);
+    const int64_t slot = (int64_t(share % of_group) * plan.parts + part) * plan.at_once + warp_c;
+    return &dx(slot, batch, share / of_group, 0, t0 + k0);
   };
-  N* const to_b = holds_b ? nullptr : place(B, dB);
-  N* const to_c = holds_c ? nullptr : place(C, dC);
+  N* const to_b = place(B, dB);
+  N* const to_c = place(C, dC);
+  N of_b[R][K] = {}, of_c[R][K] = {};  // the sums over channels, of each of a lane's states and steps
+  const auto move_sums = [&](N(&values)[R][K], N* to, int64_t stride, int pass, bool out) {
+    UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int state = pass * of_pass + of_lane + 2 * r;
+      if (to == nullptr || state >= count) continue;
+      if (out) store_row(to + state * stride, values[r]);
+      else load_row(values[r], to + state * stride);
+    }
+  };
 
 #pragma unroll 1
-  for (int piece = part_of_share; piece < plan.pieces; piece += plan.parts) {
-    const int64_t first = int64_t(piece) * plan.channels, channel0 = share * plan.share + first;
-    const int rows = int(min(plan.share - first, int64_t(plan.channels)));
-    const int64_t channel = channel0 + c;
-    const bool present = c < rows;
+  for (int piece = part; piece < plan.pieces; piece += plan.parts) {
+    const int64_t first = int64_t(piece) * ROWS, channel0 = share * plan.share + first;
+    const int rows = int(min(plan.share - first, int64_t(ROWS)));
 
     const auto at = [&](const Rows<3>& x, int row, int64_t t) {
       return x.data + batch * x.stride[0] + (channel0 + row) * x.stride[1] + t * x.stride[2];
@@ -750,25 +809,23 @@ __global__ void __launch_bounds__(WIDEST<N>)
       const unsigned in_group = channels / unsigned(x.size[1]);
       return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
     };
-    // A tile's numbers, for a walk forward alone or for all. Of the step before it, u and B stand behind it.
-    const auto prepare = [&](int64_t t0, bool all) {
+    // What all states of a channel share.
+    const auto prepare_rows = [&] {
 #pragma unroll 1
-      for (int i = threadIdx.x; i < plan.channels * (plan.tile / FOUR); i += threads) {
-        const int row = i / (plan.tile / FOUR), k = i % (plan.tile / FOUR) * FOUR;
-        const int64_t t = t0 + k, left = row < rows ? seq - t : 0;
-        T dt[FOUR], input[FOUR];
+      for (int i = threadIdx.x; i < rows * (STEPS / FOUR); i += 32 * WARPS) {
+        const int row = i / (STEPS / FOUR), k = i % (STEPS / FOUR) * FOUR, to = row * ROW + at_step(k);
+        const int64_t t = t0 + k, left = seq - t;
+        T dt[FOUR], input[FOUR], grad[FOUR];
         load_steps(dt, delta, at(delta, row, t), left), load_steps(input, u, at(u, row, t), left);
-        const T more = left > 0 && bias.size[0] ? bias(channel0 + row) : T(0);
+        load_steps(grad, dy, at(dy, row, t), left);
+        const T more = bias.size[0] ? bias(channel0 + row) : T(0);
         UNROLL
         for (int m = 0; m < FOUR; ++m) {
           dt[m] += more;
           if (with_softplus) dt[m] = softplus(dt[m]);
           if (m >= left) dt[m] = 0;  // a step that changes nothing
         }
-        store_row(lengths + row * pitch + k, dt), store_row(inputs + row * pitch + k, input);
-        if (!all) continue;
-        T grad[FOUR];
-        load_steps(grad, dy, at(dy, row, t), left);
+        store_row(lengths + to, dt), store_row(inputs + to, input);
         if (gated) {
           T gate[FOUR], slope[FOUR];
           load_steps(gate, z, at(z, row, t), left);
@@ -777,328 +834,283 @@ __global__ void __launch_bounds__(WIDEST<N>)
             const T open = reciprocal(T(1) + power(-gate[m] * PER_E<T>));
             slope[m] = grad[m] * open * (T(1) + gate[m] * (T(1) - open)), grad[m] *= gate[m] * open;
           }
-          store_row(gates + row * pitch + k, slope);
+          store_row(gates + to, slope);
         }
-        store_row(outer + row * pitch + k, grad);
+        store_row(outer + to, grad);
       }
-      const auto prepare_states = [&](const Rows<4>& x, N* tile, T factor) {
-        const unsigned char* from = group_of(x, channel0);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < padded * (plan.tile / FOUR); i += threads) {
-          const int j = i / (plan.tile / FOUR), k = i % (plan.tile / FOUR) * FOUR;
-          N numbers[FOUR];
-          load_steps(numbers, x, from + j * x.stride[2] + (t0 + k) * x.stride[3], j < count ? seq - t0 - k : 0);
-          UNROLL
-          for (int m = 0; m < FOUR; ++m) tile[(k + m) * pitch_bc + j] = numbers[m] * factor;
-        }
-      };
-      if (!holds_b) prepare_states(B, tile_b, 1);
-      if (!holds_c && all) prepare_states(C, tile_c, PARTS<N>);
       if constexpr (M == Method::foh) {
-#pragma unroll 1
-        for (int row = threadIdx.x; row < plan.channels; row += threads) {
+        if (int row = threadIdx.x; row < rows) {
           T before = 0;
-          if (row < rows && t0 > 0) {
+          if (t0 > 0) {
             with_type<T>(u.dtype,
                          [&]<typename From>() { before = T(*reinterpret_cast<const From*>(at(u, row, t0 - 1))); });
           }
-          inputs[row * pitch + plan.tile] = before;
+          inputs[row * ROW + STEPS] = before;
         }
+      }
+    };
+    // B or C of a pass, which all channels share.
+    const auto prepare_states = [&](const Rows<4>& x, N* tile, T factor, int state0) {
+      const unsigned char* from = group_of(x, channel0);
 #pragma unroll 1
-        for (int j = threadIdx.x; j < padded && !holds_b; j += threads) {
+      for (int i = threadIdx.x; i < of_pass * (STEPS / FOUR); i += 32 * WARPS) {
+        const int j = i / (STEPS / FOUR), k = i % (STEPS / FOUR) * FOUR;
+        N numbers[FOUR];
+        load_steps(numbers, x, from + (state0 + j) * x.stride[2] + (t0 + k) * x.stride[3],
+                   state0 + j < count ? seq - t0 - k : 0);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) numbers[m] = numbers[m] * factor;
+        store_row(tile + j * ROW + at_step(k), numbers);
+      }
+      if constexpr (M == Method::foh) {
+        for (int j = threadIdx.x; j < of_pass; j += 32 * WARPS) {
           N before = 0;
-          if (j < count && t0 > 0) {
-            with_type<N>(B.dtype, [&]<typename From>() {
-              before =
-                  N(*reinterpret_cast<const From*>(group_of(B, channel0) + j * B.stride[2] + (t0 - 1) * B.stride[3]));
+          if (state0 + j < count && t0 > 0) {
+            with_type<N>(x.dtype, [&]<typename From>() {
+              before = N(*reinterpret_cast<const From*>(from + (state0 + j) * x.stride[2] + (t0 - 1) * x.stride[3]));
             });
           }
-          tile_b[plan.tile * pitch_bc + j] = before;
+          tile[j * ROW + STEPS] = before;
         }
       }
     };
-    const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
-      UNROLL
-      for (int j = 0; j < S; ++j) {
-        N number = 0;
-        if (present && state0 + j < count) {
-          with_type<N>(x.dtype, [&]<typename From>() {
-            number = N(*reinterpret_cast<const From*>(group_of(x, channel) + (state0 + j) * x.stride[2]));
-          });
-        }
-        tile[c * pitch_bc + state0 + j] = number * factor;
-      }
-    };
-    const N* const first_b = tile_b + (holds_b ? c * pitch_bc : 0) + state0;
-    const N* const first_c = tile_c + (holds_c ? c * pitch_bc : 0) + state0;
-    const int b_step = holds_b ? 0 : pitch_bc, c_step = holds_c ? 0 : pitch_bc;
-
-    N rate[S] = {0, 0, 0, 0}, pull[S] = {0, 0, 0, 0}, later[S] = {0, 0, 0, 0};  // A; gradients of the state after a
-    N of_a[S] = {0, 0, 0, 0}, of_b[S] = {0, 0, 0, 0}, of_c[S] = {0, 0, 0, 0};   // step, of its input by the step after
-    State<N, M> state[S];
-    UNROLL
-    for (int j = 0; j < S; ++j) {
-      if (!present || state0 + j >= count) continue;
-      rate[j] = A(channel, state0 + j), pull[j] = carried(chunk, batch, channel, state0 + j);
-      state[j].set(states(chunk, batch, channel, state0 + j), rate[j]);
-      if constexpr (M == Method::foh) {
-        later[j] = carried(carried.size[0] / 2 + chunk, batch, channel, state0 + j);
-      }
-    }
-    T of_d = 0, of_bias = 0;
-
-    // B u of the step before step k of a tile.
-    const auto before = [&](N(&taken)[S], int k) {
-      const int from = k > 0 ? k - 1 : plan.tile;
-      load_row(taken, first_b + from * b_step);
-      UNROLL
-      for (int j = 0; j < S; ++j) taken[j] = taken[j] * inputs[c * pitch + from];
-    };
-
-    // From the state before the chunk to those before each K steps.
+    // What each channel's states have for themselves.
+    const auto prepare_ends = [&](int state0) {
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      if (tile > 0) {
-        __syncthreads();  // nobody needs the tile before any more
-      } else {
+      for (int i = threadIdx.x; i < rows * of_pass; i += 32 * WARPS) {
+        const int64_t channel = channel0 + i / of_pass;
+        const int j = state0 + i % of_pass;
+        const bool there = j < count;
+        N* const to = ends + i;
+        const auto put = [&](End end, N number) { to[end * ROWS * of_pass] = number; };
+        const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+          N number = 0;
+          if (there) {
+            with_type<N>(x.dtype, [&]<typename From>() {
+              number = N(*reinterpret_cast<const From*>(group_of(x, channel) + j * x.stride[2]));
+            });
+          }
+          for (int m = 0; m < FOUR; ++m) tile[i * FOUR + m] = number * factor;
+        };
+        put(RATE, there ? A(channel, j) : N(0)), put(START, there ? states(chunk, batch, channel, j) : N(0));
+        put(PULL, there ? carried(chunk, batch, channel, j) : N(0));
+        if constexpr (M == Method::foh) {
+          put(LATER, there ? carried(carried.size[0] / 2 + chunk, batch, channel, j) : N(0));
+        }
         if (holds_b) hold(B, tile_b, 1);
         if (holds_c) hold(C, tile_c, PARTS<N>);
       }
-      prepare(chunk0 + tile * plan.tile, tile == tiles - 1);
-      __syncthreads();  // the tile is there
-      if constexpr (M == Method::foh) {
-        if (tile == 0) {
-          N taken[S];
-          before(taken, 0);
-          UNROLL
-          for (int j = 0; j < S; ++j) state[j].before = taken[j];
+    };
+
+#pragma unroll 1
+    for (int pass = 0; pass < plan.passes; ++pass) {
+      const int state0 = pass * of_pass;
+      if (pass == 0) prepare_rows();
+      prepare_ends(state0);
+      if (plan.passes > 1 || piece == part) {
+        if (!holds_b) prepare_states(B, tile_b, 1, state0);
+        if (!holds_c) prepare_states(C, tile_c, PARTS<N>, state0);
+      }
+      if (plan.passes > 1) {
+        UNROLL
+        for (int i = 0; i < R * K; ++i) of_b[i / K][i % K] = of_c[i / K][i % K] = 0;
+        if (piece != part) {
+          move_sums(of_b, to_b, dB.stride[3], pass, false), move_sums(of_c, to_c, dC.stride[3], pass, false);
         }
       }
-      const int steps = min(chunk_steps - tile * plan.tile, plan.tile);
+      __syncthreads();  // all is prepared
+
 #pragma unroll 1
-      for (int k0 = 0; k0 < steps; k0 += K) {
-        N* const to = kept + (tile * plan.tile + k0) / K * threads * S;
-        UNROLL
-        for (int j = 0; j < S; ++j) to[j] = state[j].h;
-        UNROLL
-        for (int k = 0; k < K; ++k) {
-          const T dt = lengths[c * pitch + k0 + k], input = inputs[c * pitch + k0 + k];
-          const T over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
-          N b_row[S];
-          load_row(b_row, first_b + (k0 + k) * b_step);
-          UNROLL
-          for (int j = 0; j < S; ++j) state[j].step(dt, over_dt, input, b_row[j]);
-        }
-      }
-    }
-
-    // And back.
+      for (int turn = 0; turn < rows; turn += TURN * plan.at_once) {
 #pragma unroll 1
-    for (int tile = tiles - 1; tile >= 0; --tile) {
-      const int64_t t0 = chunk0 + tile * plan.tile;
-      if (tile < tiles - 1) {
-        prepare(t0, true);
-        __syncthreads();  // it is there
-      }
-      const int steps = min(chunk_steps - tile * plan.tile, plan.tile);
-#pragma unroll 1
-      for (int k0 = (steps - 1) / K * K; k0 >= 0; k0 -= K) {
-        const T *const dt_of = lengths + c * pitch + k0, *const u_of = inputs + c * pitch + k0;
-        const T* const dy_of = outer + c * pitch + k0;
-        const N *const b_of = first_b + k0 * b_step, *const c_of = first_c + k0 * c_step;
+        for (int i = 0; i < TURN; ++i) {
+          const int slot = i * plan.at_once + warp_c, row = turn + slot;
+          if (row >= rows) break;
+          const int64_t channel = channel0 + row;
+          T dt[K], input[K], grad[K], by_input[K] = {}, by_dt[K] = {}, seen[K] = {};
+          load_segment(dt, lengths + row * ROW, k0), load_segment(input, inputs + row * ROW, k0);
+          load_segment(grad, outer + row * ROW, k0);
+          UNROLL
+          for (int r = 0; r < R; ++r) {
+            const int j = of_lane + 2 * r;
+            const N* const end = ends + row * of_pass + j;
+            const auto of_end = [&](End which) { return end[which * ROWS * of_pass]; };
+            const bool there = state0 + j < count;
+            const N rate = of_end(RATE), over_rate = DIVIDES<M> ? detail::divided(N(1), rate) : N(0);
+            N b[K], c[K];
+            const int held = (row * of_pass + j) * FOUR, moving = j * ROW;
+            load_segment(b, tile_b + (holds_b ? held : moving), k0, !holds_b);
+            load_segment(c, tile_c + (holds_c ? held : moving), k0, !holds_c);
 
-        // Forward once more, all states of K steps.
-        N start[S], h[K][S];
-        {
-          const N* const from = kept + (tile * plan.tile + k0) / K * threads * S;
-          UNROLL
-          for (int j = 0; j < S; ++j) start[j] = state[j].h = from[j];
-          if constexpr (M == Method::foh) {
-            N taken[S];
-            before(taken, k0);
+            // A_bar of each step, and what it adds; then all of a segment is one such step.
+            N a[K], h[K], factor = 1, term = 0, taken_before = 0;
+            if constexpr (M == Method::foh) {
+              const N first_b = holds_b ? b[0] : tile_b[j * ROW + STEPS];
+              taken_before = from_before<false>(b[K - 1] * input[K - 1], 1);
+              if (segment == 0) taken_before = first_b * inputs[row * ROW + STEPS];
+            }
             UNROLL
-            for (int j = 0; j < S; ++j) state[j].before = taken[j];
-          }
-        }
-        UNROLL
-        for (int k = 0; k < K; ++k) {
-          const T dt = dt_of[k], input = u_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
-          N b_row[S];
-          load_row(b_row, b_of + k * b_step);
-          UNROLL
-          for (int j = 0; j < S; ++j) state[j].step(dt, over_dt, input, b_row[j]), h[k][j] = state[j].h;
-        }
-
-        // What the warps' sums over channels are added up from.
-        const auto give = [&](N(&values)[FOUR* S], int which, int k) {
-          fold<W / 2, 1>(values);
-          constexpr int LEFT = FOUR * S / W;
-          const int index = lane % W * LEFT;
-          N* to = of_bc + ((which * of_channels + warp_c) * K + k + index / S) * pitch_bc + state0 + index % S;
-          UNROLL
-          for (int i = 0; i < LEFT; ++i) to[i] = values[i];
-        };
-        UNROLL
-        for (int k4 = 0; k4 < K; k4 += FOUR) {
-          N values[FOUR * S];
-          UNROLL
-          for (int k = k4; k < k4 + FOUR; ++k) {
-            const T grad = dy_of[k] * T(PARTS<N>);
-            UNROLL
-            for (int j = 0; j < S; ++j) values[(k - k4) * S + j] = conj(h[k][j]) * grad;
-          }
-          if (holds_c) {
-            UNROLL
-            for (int i = 0; i < FOUR * S; ++i) of_c[i % S] = of_c[i % S] + values[i];
-          } else {
-            give(values, 1, k4);
-          }
-        }
-        // What a channel's states add to the gradients of u and dt, and to y.
-        const auto give_sums = [&](T(&values)[K], int which) {
-          fold<16, W>(values);
-          if (part * K * W % 32) return;
-          constexpr int LEFT = K * W < 32 ? 1 : K * W / 32;
-          T* to = sums + ((which * plan.of_states + warp_s) * plan.channels + c) * K + part * K * W / 32;
-          UNROLL
-          for (int i = 0; i < LEFT; ++i) to[i] = values[i];
-        };
-        if (gated) {
-          T seen[K];
-          UNROLL
-          for (int k = 0; k < K; ++k) {
-            N c_row[S];
-            load_row(c_row, c_of + k * c_step);
-            seen[k] = 0;
-            UNROLL
-            for (int j = 0; j < S; ++j) seen[k] = add_seen(seen[k], c_row[j], h[k][j]);
-          }
-          give_sums(seen, 2);
-        }
-
-        T of_u[K], of_dt[K];
-        UNROLL
-        for (int k4 = K - FOUR; k4 >= 0; k4 -= FOUR) {
-          N values[FOUR * S];
-          UNROLL
-          for (int k = k4 + FOUR - 1; k >= k4; --k) {
-            const T dt = dt_of[k], input = u_of[k], grad = dy_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
-            N b_row[S], c_row[S];
-            load_row(b_row, b_of + k * b_step), load_row(c_row, c_of + k * c_step);
-            T by_input = 0, by_dt = 0;
-            UNROLL
-            for (int j = 0; j < S; ++j) {
-              const N h_before = k > 0 ? h[k > 0 ? k - 1 : 0][j] : start[j];
-              const N lambda = pull[j] + conj(c_row[j]) * grad;  // the gradient of this step's state
-              if constexpr (M == Method::mamba) {
-                pull[j] = conj(decay(state[j].a, dt)) * lambda;
-                const N by_z = pull[j] * conj(h_before);
-                of_a[j] = of_a[j] + by_z * dt;
-                by_dt = add_seen(by_dt, conj(rate[j]), by_z), by_input = add_seen(by_input, conj(b_row[j]), lambda);
-                values[(k - k4) * S + j] = lambda * (dt * input);
+            for (int k = 0; k < K; ++k) {
+              if constexpr (EXPONENT_ALONE<M>) {
+                a[k] = decay(scaled(rate), dt[k]), h[k] = b[k] * (M == Method::mamba ? dt[k] * input[k] : input[k]);
               } else {
-                const N e = decay(M == Method::dirac ? state[j].a : scaled(rate[j]), dt);
-                const Derivatives<N> by = differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, e});
-                const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b_row[j] * input);
+                const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+                const Coefficients<N> by =
+                    coefficients<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, decay(scaled(rate), dt[k])});
+                a[k] = left_of<M>(rate, by), h[k] = by.gain * input[k] * b[k];
+                if constexpr (M == Method::foh) {
+                  h[k] = multiply_add(by.previous, k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before, h[k]);
+                }
+              }
+              term = k ? multiply_add(a[k], term, h[k]) : h[k], factor = k ? factor * a[k] : a[k];
+            }
+            const N start = begin_of_segment<false>(factor, term, of_end(START), segment);
+
+            // The states, and what is seen of them.
+            UNROLL
+            for (int k = 0; k < K; ++k) {
+              h[k] = multiply_add(a[k], k ? h[k ? k - 1 : 0] : start, h[k]);
+              of_c[r][k] = of_c[r][k] + conj(h[k]) * (grad[k] * T(PARTS<N>));
+            }
+            if (gated) {
+              UNROLL
+              for (int k = 0; k < K; ++k) seen[k] = add_seen(seen[k], c[k], h[k]);
+            }
+
+            // Back: what a segment makes of the gradient of the state after it; then its gradients.
+            term = 0;
+            UNROLL
+            for (int k = K - 1; k >= 0; --k) term = conj(a[k]) * multiply_add(conj(c[k]), N(grad[k]), term);
+            N pull = begin_of_segment<true>(conj(factor), term, of_end(PULL), segment), of_a = 0, passed = 0;
+            UNROLL
+            for (int k = K - 1; k >= 0; --k) {
+              const N h_before = k ? h[k ? k - 1 : 0] : start;
+              const N lambda = multiply_add(conj(c[k]), N(grad[k]), pull);  // the gradient of this step's state
+              pull = conj(a[k]) * lambda;
+              if constexpr (M == Method::mamba) {
+                const N by_z = pull * conj(h_before);
+                of_a = of_a + by_z * dt[k];
+                by_dt[k] = add_seen(by_dt[k], conj(rate), by_z);
+                by_input[k] = add_seen(by_input[k], conj(b[k]), lambda);
+                of_b[r][k] = of_b[r][k] + lambda * (dt[k] * input[k]);
+              } else {
+                const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+                const Derivatives<N> by = differentiated<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, a[k]});
+                const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b[k] * input[k]);
                 N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
                 N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
-                N of_taken = conj(by.value.gain) * lambda;
                 if constexpr (M == Method::foh) {
-                  const N by_previous = lambda * conj(first_b[(k0 + k > 0 ? k0 + k - 1 : plan.tile) * b_step + j] *
-                                                      inputs[c * pitch + (k0 + k > 0 ? k0 + k - 1 : plan.tile)]);
+                  const N by_previous = lambda * conj(k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before);
                   by_a = by_a + by_previous * conj(by.by_a.previous);
                   by_step = by_step + by_previous * conj(by.by_dt.previous);
-                  of_taken = of_taken + later[j], later[j] = conj(by.value.previous) * lambda;
+                  passed = conj(by.value.previous) * lambda;  // to the input of the step before
+                  if (k > 0) {
+                    constexpr int NONE = 0;
+                    const int before = k > 0 ? k - 1 : NONE;
+                    by_input[before] = add_seen(by_input[before], conj(b[before]), passed);
+                    of_b[r][before] = of_b[r][before] + passed * input[before];
+                  }
                 }
-                of_a[j] = of_a[j] + by_a, by_dt += real(by_step);
-                by_input = add_seen(by_input, conj(b_row[j]), of_taken);
-                values[(k - k4) * S + j] = of_taken * input;
-                pull[j] = conj(left_of<M>(rate[j], by.value)) * lambda;
+                const N of_taken = conj(by.value.gain) * lambda;
+                of_a = of_a + by_a, by_dt[k] += real(by_step);
+                by_input[k] = add_seen(by_input[k], conj(b[k]), of_taken);
+                of_b[r][k] = of_b[r][k] + of_taken * input[k];
               }
             }
-            of_u[k] = M == Method::mamba ? dt * by_input : by_input;
-            of_dt[k] = M == Method::mamba ? by_dt + input * by_input : by_dt;
-          }
-          if (holds_b) {
-            UNROLL
-            for (int i = 0; i < FOUR * S; ++i) of_b[i % S] = of_b[i % S] + values[i];
-          } else {
-            give(values, 0, k4);
-          }
-        }
-        give_sums(of_u, 0), give_sums(of_dt, 1);
-        __syncthreads();  // all warps have given
-
-        // FOUR steps of a channel each.
-        if (threadIdx.x < unsigned(plan.channels * (K / FOUR))) {
-          const int row = threadIdx.x / (K / FOUR), k = threadIdx.x % (K / FOUR) * FOUR;
-          const int64_t t = t0 + k0 + k, left = row < rows ? seq - t : 0;
-          const auto total = [&](T(&totals)[FOUR], int which) {
-            UNROLL
-            for (int m = 0; m < FOUR; ++m) totals[m] = 0;
-#pragma unroll 1
-            for (int n = 0; n < plan.of_states; ++n) {
+            if constexpr (M ==
+                          Method::foh) {  // the first step's, to the segment before; the last one's come from behind
+              passed = from_before<true>(passed, 1);
+              if (segment == SEGMENTS - 1) passed = of_end(LATER);
+              by_input[K - 1] = add_seen(by_input[K - 1], conj(b[K - 1]), passed);
+              of_b[r][K - 1] = of_b[r][K - 1] + passed * input[K - 1];
+            }
+            of_a = over_lanes<SEGMENTS>(of_a);
+            if (there && segment == 0) carried(chunk, batch, channel, state0 + j) = of_a;
+            const auto over_time = [&](N(&values)[K], const View<N, 5>& dx) {
+              N sum = 0;
               UNROLL
-              for (int m = 0; m < FOUR; ++m) {
-                totals[m] += sums[((which * plan.of_states + n) * plan.channels + row) * K + k + m];
-              }
+              for (int k = 0; k < K; ++k) sum = sum + values[k], values[k] = 0;
+              sum = over_lanes<SEGMENTS>(sum);
+              if (there && segment == 0) dx(chunk, batch, channel, state0 + j, 0) = sum;
+            };
+            if (holds_b) over_time(of_b[r], dB);
+            if (holds_c) over_time(of_c[r], dC);
+          }
+          T* const to = sums + (slot * kinds * halves + 2 * warp_s + lane / SEGMENTS) * STEPS;
+          store_segment(to, by_input, k0), store_segment(to + halves * STEPS, by_dt, k0);
+          if (gated) store_segment(to + 2 * halves * STEPS, seen, k0);
+        }
+        __syncthreads();  // the sums of all warps are there
+
+        // A warp each for a channel's gradients of u, of dt and of z, a lane for FOUR steps.
+#pragma unroll 1
+        for (int task = warp; task < TURN * plan.at_once * kinds; task += WARPS) {
+          const int slot = task / kinds, kind = task % kinds, row = turn + slot, k = lane * FOUR;
+          if (row >= rows) break;
+          const int in_row = row * ROW + at_step(k);
+          const int64_t channel = channel0 + row, t = t0 + k, left = k < STEPS ? seq - t : 0;
+          T grad[FOUR] = {}, input[FOUR] = {}, dt[FOUR] = {}, total[FOUR] = {}, of_channel = 0;
+          const auto add = [&](T(&sum)[FOUR], int which) {
+#pragma unroll 2
+            for (int n = 0; n < halves; ++n) {
+              T some[FOUR];
+              load_row(some, sums + ((slot * kinds + which) * halves + n) * STEPS + at_step(k));
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) sum[m] += some[m];
             }
           };
-          const T *const input = inputs + row * pitch + k0 + k, *const grad = outer + row * pitch + k0 + k;
-          const T d = left > 0 && D.size[0] ? D(channel0 + row) : T(0);
-          T totals[FOUR];
-          total(totals, 0);
-          UNROLL
-          for (int m = 0; m < FOUR; ++m) totals[m] += d * grad[m], of_d += grad[m] * input[m];
-          store_steps(du, at(du, row, t), totals, left);
-          total(totals, 1);
-          UNROLL
-          for (int m = 0; m < FOUR; ++m) {
-            if (with_softplus) totals[m] *= -std::expm1(-lengths[row * pitch + k0 + k + m]);  // its derivative
-            if (m < left) of_bias += totals[m];
+          if (k < STEPS) {
+            load_row(dt, lengths + in_row), load_row(input, inputs + in_row), load_row(grad, outer + in_row);
+            add(total, kind);
+            if (M == Method::mamba && kind == 1) {
+              T of_input[FOUR] = {};
+              add(of_input, 0);
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) total[m] += of_input[m] * input[m];
+            }
+            if (plan.passes > 1) {  // the states of all passes: the same lane adds them up
+              T* const saved = totals + kind * ROWS * ROW + in_row;
+              T before[FOUR] = {};
+              if (pass > 0) load_row(before, saved);
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) total[m] += before[m];
+              store_row(saved, total);
+            }
           }
-          store_steps(ddelta, at(ddelta, row, t), totals, left);
-          if (gated) {
-            total(totals, 2);
+          if (pass < plan.passes - 1) continue;
+          const T d = D.size[0] ? D(channel) : T(0);
+          if (kind == 0) {
             UNROLL
-            for (int m = 0; m < FOUR; ++m) totals[m] = (totals[m] + d * input[m]) * gates[row * pitch + k0 + k + m];
-            store_steps(dz, at(dz, row, t), totals, left);
+            for (int m = 0; m < FOUR; ++m) {
+              if (M == Method::mamba) total[m] *= dt[m];
+              total[m] += d * grad[m], of_channel += grad[m] * input[m];
+            }
+            store_steps(du, at(du, row, t), total, left);
+          } else if (kind == 1) {
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) {
+              if (with_softplus) total[m] *= -std::expm1(-dt[m]);  // its derivative
+              if (m < left) of_channel += total[m];
+            }
+            store_steps(ddelta, at(ddelta, row, t), total, left);
+          } else if (k < STEPS) {
+            T slope[FOUR];
+            load_row(slope, gates + in_row);
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) total[m] = (total[m] + d * input[m]) * slope[m];
+            store_steps(dz, at(dz, row, t), total, left);
           }
+          if (kind == 2 || (kind == 0 ? dD.size[0] : dbias.size[0]) == 0) continue;
+          of_channel = over_lanes<32>(of_channel);
+          if (lane > 0) continue;
+          if (kind == 0) dD(chunk, batch, channel) = of_channel;
+          else dbias(chunk, batch, channel) = of_channel;
         }
-        // The sums over a block's channels, which are added to those of its pieces before, by the same thread.
-        const auto add_up = [&](const View<N, 5>& dx, N* to, int which) {
-#pragma unroll 1
-          for (int i = threadIdx.x; i < padded * K; i += threads) {
-            const int j = i / K, k = i % K;
-            const int64_t t = t0 + k0 + k;
-            if (j >= count || t >= seq) continue;
-            N sum = 0;
-#pragma unroll 1
-            for (int n = 0; n < of_channels; ++n) sum = sum + of_bc[((which * of_channels + n) * K + k) * pitch_bc + j];
-            N* const place = to + j * dx.stride[3] + t * dx.stride[4];
-            *place = piece == part_of_share ? sum : *place + sum;
-          }
-        };
-        if (!holds_b) add_up(dB, to_b, 0);
-        if (!holds_c) add_up(dC, to_c, 1);
-        __syncthreads();  // nobody needs what was given any more, nor after the last of its steps the tile
+        __syncthreads();  // nobody needs the sums any more, nor after the last turn what was prepared
       }
-    }
-
-    UNROLL
-    for (int j = 0; j < S; ++j) {
-      if (!present || state0 + j >= count) continue;
-      carried(chunk, batch, channel, state0 + j) = of_a[j];
-      if (holds_b) dB(chunk, batch, channel, state0 + j, 0) = of_b[j];
-      if (holds_c) dC(chunk, batch, channel, state0 + j, 0) = of_c[j];
-    }
-    if constexpr (K > FOUR) {  // two neighbouring threads have the same channel
-      of_d += from_lane_apart(of_d, 1), of_bias += from_lane_apart(of_bias, 1);
-    }
-    if (threadIdx.x < unsigned(rows * (K / FOUR)) && threadIdx.x % (K / FOUR) == 0) {
-      const int64_t own = channel0 + threadIdx.x / (K / FOUR);
-      if (dD.size[0]) dD(chunk, batch, own) = of_d;
-      if (dbias.size[0]) dbias(chunk, batch, own) = of_bias;
+      if (plan.passes > 1 || piece + plan.parts >= plan.pieces) {
+        move_sums(of_b, to_b, dB.stride[3], pass, true), move_sums(of_c, to_c, dC.stride[3], pass, true);
+      }
     }
   }
 }
@@ -1175,32 +1187,28 @@ template <typename N>
 GradientPlan plan_gradients(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyView<4>& C, bool gated,
                             int parts) {
   using T = Real<N>;
+  constexpr int ROW = CHUNK<N> + FOUR;
   GradientPlan plan{};
   plan.share = share_of(u, B, C);
-  plan.of_states = std::max(1, int(ceil_div(states, OF_WARP<N>)));
-  const int64_t groups = ceil_div(plan.share, WIDTH<N>);
-  const int of_channels = int(std::min<int64_t>(groups, std::max(1, WARPS / plan.of_states)));
-  plan.channels = of_channels * WIDTH<N>;
-  plan.parts = parts, plan.pieces = int(ceil_div(plan.share, plan.channels));
-  const int threads = of_channels * plan.of_states * 32, padded = plan.of_states * OF_WARP<N>;
-  const int row = (padded + 16 / int(sizeof(N))) * int(sizeof(N));
-  for (plan.tile = 32;; plan.tile /= 2) {  // as long as it fits
-    plan.bytes = 0;
-    const auto take = [&plan](int bytes) {
-      const int at = plan.bytes;
-      plan.bytes += int(ceil_div(bytes, 16)) * 16;
-      return at;
-    };
-    const int of_time = plan.channels * (plan.tile + FOUR) * int(sizeof(T));
-    plan.kept = take(CHUNK<N> / SUB<N> * threads * OF_LANE * int(sizeof(N)));
-    plan.lengths = take(of_time), plan.inputs = take(of_time), plan.outer = take(of_time);
-    plan.gates = gated ? take(of_time) : 0;
-    plan.b = take((B.size[3] == 1 ? plan.channels : plan.tile + 1) * row);
-    plan.c = take((C.size[3] == 1 ? plan.channels : plan.tile) * row);
-    plan.of_bc = take(2 * of_channels * SUB<N> * row);
-    plan.sums = take((gated ? 3 : 2) * plan.of_states * plan.channels * SUB<N> * int(sizeof(T)));
-    if (plan.bytes <= SHARED || plan.tile == SUB<N>) return plan;
-  }
+  plan.parts = parts, plan.pieces = int(ceil_div(plan.share, ROWS));
+  plan.of_states = 1;
+  while (plan.of_states < WARPS && plan.of_states * OF_WARP<N> < states) plan.of_states *= 2;
+  plan.at_once = WARPS / plan.of_states;
+  const int of_pass = plan.of_states * OF_WARP<N>, kinds = gated ? 3 : 2;
+  plan.passes = std::max(1, int(ceil_div(states, of_pass)));
+  const auto take = [&plan](int numbers, size_t size) {
+    const int at = plan.bytes;
+    plan.bytes += int(ceil_div(numbers * int(size), 16)) * 16;
+    return at;
+  };
+  plan.lengths = take(ROWS * ROW, sizeof(T)), plan.inputs = take(ROWS * ROW, sizeof(T));
+  plan.outer = take(ROWS * ROW, sizeof(T)), plan.gates = gated ? take(ROWS * ROW, sizeof(T)) : 0;
+  plan.b = take(of_pass * (B.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
+  plan.c = take(of_pass * (C.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
+  plan.ends = take(4 * ROWS * of_pass, sizeof(N));
+  plan.sums = take(TURN * plan.at_once * kinds * 2 * plan.of_states * CHUNK<N>, sizeof(T));
+  plan.totals = plan.passes > 1 ? take(kinds * ROWS * ROW, sizeof(T)) : 0;
+  return plan;
 }
 
 // The two walks.
@@ -1223,10 +1231,8 @@ void with_states(int states_of_a_lane, Body&& body) {
   if constexpr (!std::is_same_v<N, float>) {
     body.template operator()<2>();
   } else {
-    if constexpr (!DIVIDES<M>) {
-      if (states_of_a_lane == 8) return body.template operator()<8>();
-    }
-    body.template operator()<4>();
+    if (states_of_a_lane == 4) body.template operator()<4>();
+    else body.template operator()<2>();
   }
 }
 
@@ -1260,11 +1266,10 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
       const GradientPlan plan = plan_gradients<N>(u, int(A.size[1]), B, C, z.size[0] > 0, parts);
       const auto rows = [](const auto& x) { return Rows(x, FOUR); };
       const int64_t chunks = ceil_div(u.size[2], CHUNK<N>), shares = u.size[1] / plan.share;
-      const int threads = plan.channels / WIDTH<N> * plan.of_states * 32;
-      launch<gradients<N, M>>({chunks * u.size[0] * shares * plan.parts}, dim3(unsigned(threads)), size_t(plan.bytes),
-                              stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
-                              delta_bias.as<T>(), states.as<N>(), rows(dy), rows(du), rows(ddelta), rows(dz),
-                              carried.as<N>(), dB.as<N>(), dC.as<N>(), dD.as<T>(), dbias.as<T>(), delta_softplus, plan);
+      launch<gradients<N, M>>({chunks * u.size[0] * shares * plan.parts}, dim3(32 * WARPS), size_t(plan.bytes), stream,
+                              rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z), delta_bias.as<T>(),
+                              states.as<N>(), rows(dy), rows(du), rows(ddelta), rows(dz), carried.as<N>(), dB.as<N>(),
+                              dC.as<N>(), dD.as<T>(), dbias.as<T>(), delta_softplus, plan);
     });
   });
 }
