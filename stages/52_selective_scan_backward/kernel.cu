@@ -172,23 +172,18 @@ struct State {
     if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
   }
 
-  // One step further; what it leaves of the state before, A_bar.
-  __device__ __forceinline__ N step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
+  __device__ __forceinline__ void step(Real<N> dt, Real<N> over_dt, Real<N> u, N b) {
     if constexpr (EXPONENT_ALONE<M>) {
-      const N a_bar = decay(a, dt);
-      h = multiply_add(a_bar, h, b * (M == Method::mamba ? dt * u : u));
-      return a_bar;
+      h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
       const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
-      const N a_bar = left_of<M>(a, by);
       if constexpr (M == Method::foh) {
         const N taken = b * u;
-        h = multiply_add(a_bar, h, multiply_add(by.gain, taken, by.previous * before));
+        h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
       } else {
-        h = multiply_add(a_bar, h, by.gain * u * b);
+        h = multiply_add(left_of<M>(a, by), h, by.gain * u * b);
       }
-      return a_bar;
     }
   }
 
@@ -595,28 +590,28 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
 }
 
 // ---- gradients ------------------------------------------------------------------------------------------------------
-// A warp has WIDTH neighbouring channels, and of each 32 / WIDTH lanes with OF_LANE states.
+// Half of a warp has a chunk of one state between its lanes, each LENGTH steps of it one after the other.
+constexpr int SEGMENTS = 16;
 template <typename N>
-constexpr int WIDTH = sizeof(N) == 4 ? 8 : 4;
-constexpr int OF_LANE = 4;
+constexpr int LENGTH = CHUNK<N> / SEGMENTS;
 template <typename N>
-constexpr int OF_WARP = 32 / WIDTH<N> * OF_LANE;
+constexpr int ROUNDS = sizeof(N) == 4 ? 2 : 1;  // a warp has so many states one after the other, in each of its halves
 template <typename N>
-constexpr int SUB = sizeof(N) == 16 ? 4 : 8;  // steps whose states are in registers
-template <typename N>
-constexpr int TILE = sizeof(N) == 16 ? 16 : 32;  // steps whose lengths, inputs and gradients are in shared memory
-constexpr int WARPS = 4;                         // of a block, which have the same B and C, and nothing else in common
-constexpr int GRADIENT_BLOCKS = 3;               // of a multiprocessor: how many registers
+constexpr int OF_WARP = 2 * ROUNDS<N>;  // states
+constexpr int WARPS = 4;                // of a block
+constexpr int ROWS = 8;                 // channels whose numbers are in shared memory at a time
+constexpr int TURN = 2;                 // channels of a warp from one barrier to the next
+constexpr int GRADIENT_BLOCKS = 3;      // of a multiprocessor: how many registers
 
 // How the work is cut, and where a block's shared memory has what, in bytes.
 struct GradientPlan {
-  int64_t share;      // neighbouring channels that have the same groups of B and of C
-  int parts, rounds;  // blocks that share these; how many times each of their warps takes WIDTH of them
-  int passes;         // times OF_WARP states
-  int b, c;           // [step][state], or [warp][channel][state] of what holds for all time
-  int own, bytes;     // where warps have their own, and how much
-  int kept;           // of a warp's own: states before each SUB steps
-  int lengths, inputs, outer, gates, totals;  // dt, u, gradients of y: [channel][step]
+  int64_t share;                   // neighbouring channels that have the same groups of B and of C
+  int parts, pieces;               // blocks that share these, and how many times ROWS channels they are
+  int of_states, at_once, passes;  // warps that share a channel; channels that the warps have; times to do all states
+  int lengths, inputs, outer, gates;  // dt, u, gradients of y: [row][step]
+  int b, c;                           // [state][step], or, held for all time, [row][state][FOUR times the same]
+  int ends, sums, totals;             // [kind][row][state]; what warps add to gradients of u, dt and z; over all passes
+  int bytes;
 };
 
 template <typename T>
@@ -627,30 +622,75 @@ template <typename T>
 __device__ __forceinline__ T real(Complex<T> x) {
   return x.re;
 }
-template <typename T>
-__device__ __forceinline__ T from_lane_apart(T x, int apart) {
-  return __shfl_xor_sync(0xffffffffu, x, apart);
+
+// What the lane `apart` before this one has in its half of the warp, after it if BACK.
+template <bool BACK, typename T>
+__device__ __forceinline__ T from_before(T x, int apart) {
+  return BACK ? __shfl_down_sync(0xffffffffu, x, apart, SEGMENTS) : __shfl_up_sync(0xffffffffu, x, apart, SEGMENTS);
 }
-template <typename T>
-__device__ __forceinline__ Complex<T> from_lane_apart(Complex<T> x, int apart) {
-  return {from_lane_apart(x.re, apart), from_lane_apart(x.im, apart)};
+template <bool BACK, typename T>
+__device__ __forceinline__ Complex<T> from_before(Complex<T> x, int apart) {
+  return {from_before<BACK>(x.re, apart), from_before<BACK>(x.im, apart)};
 }
 
-// The sums over lanes whose numbers differ by APART, APART / 2 .. LAST of each of COUNT values. Half of the values are given
-// away at each step, as long as there is more than one: what is left stands at the beginning.
-template <int APART, int LAST, int COUNT, typename T, int N>
-__device__ __forceinline__ void fold(T (&values)[N]) {
-  if constexpr (COUNT == 1) {
-    values[0] = values[0] + from_lane_apart(values[0], APART);
-  } else {
-    const bool upper = threadIdx.x & unsigned(APART);
-    UNROLL
-    for (int k = 0; k < COUNT / 2; ++k) {
-      const T keep = upper ? values[k + COUNT / 2] : values[k], give = upper ? values[k] : values[k + COUNT / 2];
-      values[k] = keep + from_lane_apart(give, APART);
-    }
+// The sum over WIDTH neighbouring lanes, in each of them.
+template <int WIDTH, typename T>
+__device__ __forceinline__ T over_lanes(T x) {
+  UNROLL
+  for (int apart = WIDTH / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
+  return x;
+}
+template <int WIDTH, typename T>
+__device__ __forceinline__ Complex<T> over_lanes(Complex<T> x) {
+  return {over_lanes<WIDTH>(x.re), over_lanes<WIDTH>(x.im)};
+}
+
+// What a lane's segment begins with, given what it makes of any x, factor x + term, and what the first one begins with.
+// The maps of the segments before are put together in log2(SEGMENTS) steps. BACK: the last one is the first. The first
+// makes the same of any x, which is all that a lane has to know that has no others before it.
+template <bool BACK, typename N>
+__device__ __forceinline__ N begin_of_segment(N factor, N term, N first, int segment) {
+  const bool is_first = segment == (BACK ? SEGMENTS - 1 : 0);
+  term = is_first ? multiply_add(factor, first, term) : term, factor = is_first ? N(0) : factor;
+  UNROLL
+  for (int apart = 1; apart < SEGMENTS; apart *= 2) {
+    term = multiply_add(factor, from_before<BACK>(term, apart), term);
+    if (2 * apart < SEGMENTS) factor = factor * from_before<BACK>(factor, apart);
   }
-  if constexpr (APART > LAST) fold<APART / 2, LAST, COUNT == 1 ? 1 : COUNT / 2>(values);
+  const N before = from_before<BACK>(term, 1);
+  return is_first ? first : before;
+}
+
+// Where step k is in a row of shared memory: FOUR lie together, and of the first FOUR of eight lanes' segments, which they
+// read at once, each half changes places with its second FOUR, as they would meet in the banks.
+// So a lane's second half is where its first is, but for one bit of the place.
+__device__ __forceinline__ int at_step(int k) {
+  const int four = k / FOUR;
+  return (four ^ (four / 8 % 2)) * FOUR + k % FOUR;
+}
+
+// A lane's numbers of a row, `at` being where its first one is; `apart` is FOUR, or 0 for a row of FOUR that hold for all.
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_segment(T (&values)[COUNT], const T* row, int at, int apart = FOUR) {
+  constexpr int WIDE = COUNT < FOUR ? COUNT : FOUR;
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    T some[WIDE];
+    load_row(some, row + (k ? at ^ apart : at));
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) values[k + i] = some[i];
+  }
+}
+template <int COUNT, typename T>
+__device__ __forceinline__ void store_segment(T* row, const T (&values)[COUNT], int at) {
+  constexpr int WIDE = COUNT < FOUR ? COUNT : FOUR;
+  UNROLL
+  for (int k = 0; k < COUNT; k += WIDE) {
+    T some[WIDE];
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) some[i] = values[k + i];
+    store_row(row + (k ? at ^ FOUR : at), some);
+  }
 }
 
 // FOUR steps of a row in memory, `left` of which are there; 0 for the others.
@@ -669,24 +709,23 @@ __device__ __forceinline__ void load_steps(N (&numbers)[FOUR], const Rows<D>& x,
     }
   });
 }
-// COUNT steps of a row, likewise.
-template <int COUNT, typename T, int D>
-__device__ __forceinline__ void store_steps(const Rows<D>& x, unsigned char* to, const T (&numbers)[COUNT],
+template <typename T, int D>
+__device__ __forceinline__ void store_steps(const Rows<D>& x, unsigned char* to, const T (&numbers)[FOUR],
                                             int64_t left) {
   with_type<T>(x.dtype, [&]<typename To>() {
-    if (x.wide && left >= COUNT) {
+    if (x.wide && left >= FOUR) {
       store_row(reinterpret_cast<To*>(to), numbers);
       return;
     }
     UNROLL
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < FOUR; ++i) {
       if (i < left) *reinterpret_cast<To*>(to + i * x.stride[D - 1]) = To(numbers[i]);
     }
   });
 }
 
-// grid (chunks B d / share parts), block (32 WARPS): a chunk of time; each warp takes WIDTH channels after the other of
-// those that have the same B and C.
+// grid (chunks B d / share parts), block (32 WARPS): a chunk of time, and every `parts`-th piece of the channels that
+// have the same B and C.
 template <typename N, Method M>
 __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS : 1)
     gradients(Rows<3> u,                    // [batch, channels, seq]
@@ -704,391 +743,379 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
               Rows<3> dz,                   // [batch, channels, seq], or empty
               View<N, 4> carried,           // [chunks, batch, channels, states]: gradients of the states after a chunk,
                                             // and in their place that chunk's part of A's gradient
-              View<N, 5> dB,                // [slots, batch, groups, seq, states], or
-                                            // [chunks, batch, channels, 1, states] of what holds for all time
+              View<N, 5> dB,                // [slots, batch, groups, states, whole segments], or
+                                            // [chunks, batch, channels, states, 1] of what holds for all time
               View<N, 5> dC,                // likewise
               View<Real<N>, 3> dD,          // [chunks, batch, channels], or empty
               View<Real<N>, 3> dbias,       // likewise
               bool with_softplus, GradientPlan plan) {
   using T = Real<N>;
-  constexpr int S = OF_LANE, W = WIDTH<N>, K = SUB<N>, STEPS = CHUNK<N>, LONG = TILE<N>;
-  constexpr int PITCH = LONG + FOUR, PITCH_BC = OF_WARP<N> + 16 / int(sizeof(N));
-  constexpr int LEFT = K * W < 32 ? 1 : K * W / 32;  // steps of a channel that a lane has when sums are folded
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  constexpr int K = LENGTH<N>, R = ROUNDS<N>, STEPS = CHUNK<N>;
+  constexpr int ROW = STEPS + FOUR;  // what belongs to the step before the first stands at [STEPS]
   DYNAMIC_SHARED(unsigned char, shared);
+  T* const lengths = reinterpret_cast<T*>(shared + plan.lengths);
+  T* const inputs = reinterpret_cast<T*>(shared + plan.inputs);
+  T* const outer = reinterpret_cast<T*>(shared + plan.outer);  // the gradient of y before its gate
+  T* const gates = reinterpret_cast<T*>(shared + plan.gates);  // and dy silu'(z)
   N* const tile_b = reinterpret_cast<N*>(shared + plan.b);
   N* const tile_c = reinterpret_cast<N*>(shared + plan.c);
-  unsigned char* const own = shared + plan.own + warp * ((plan.bytes - plan.own) / WARPS);
-  N* const kept = reinterpret_cast<N*>(own + plan.kept) + lane * S;  // [K steps][lane][state]
-  T* const lengths = reinterpret_cast<T*>(own + plan.lengths);
-  T* const inputs = reinterpret_cast<T*>(own + plan.inputs);
-  T* const outer = reinterpret_cast<T*>(own + plan.outer);    // the gradient of y before its gate
-  T* const gates = reinterpret_cast<T*>(own + plan.gates);    // and dy silu'(z)
-  T* const totals = reinterpret_cast<T*>(own + plan.totals);  // of the passes before: [u, dt, z][channel][step]
+  N* const ends = reinterpret_cast<N*>(shared + plan.ends);      // what a channel's state has for the whole chunk
+  T* const sums = reinterpret_cast<T*>(shared + plan.sums);      // [channel][u, dt, z][half of a warp][step]
+  T* const totals = reinterpret_cast<T*>(shared + plan.totals);  // [u, dt, z][row][step], if there are several passes
+  enum End { RATE, START, PULL, LATER };                         // PULL: in the end A's gradient
 
   const unsigned channels = unsigned(u.size[1]), batches = unsigned(u.size[0]);
   const unsigned shares = channels / unsigned(plan.share);
   const int part = int(blockIdx.x % unsigned(plan.parts));
   const unsigned share = blockIdx.x / unsigned(plan.parts) % shares;
   const unsigned rest = blockIdx.x / unsigned(plan.parts) / shares, batch = rest % batches;
-  const int64_t chunk = rest / batches, seq = u.size[2], chunk0 = chunk * STEPS;
-  const int chunk_steps = int(min(seq - chunk0, int64_t(STEPS))), tiles = ceil_div(chunk_steps, LONG);
-  const int count = int(A.size[1]), c = lane % W, of_lane = lane / W, state_of_lane = of_lane * S;
+  const int64_t chunk = rest / batches, seq = u.size[2], t0 = chunk * STEPS;
+  const int count = int(A.size[1]), of_pass = plan.of_states * OF_WARP<N>;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, segment = lane % SEGMENTS,
+            k0 = segment * K, own = at_step(k0);
+  const int warp_c = warp / plan.of_states, warp_s = warp % plan.of_states;
+  const int of_lane = warp_s * OF_WARP<N> + lane / SEGMENTS;  // its first state of a pass; the next is 2 further
+  const int halves = 2 * plan.of_states;
   const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1, gated = z.size[0] > 0;
-  const bool ends_sum = of_lane * K * W % 32 == 0;  // whether a lane is left with LEFT steps of its channel
-  const int left_step = of_lane * K * W / 32;
+  const int kinds = gated ? 3 : 2;
 
-  const auto group_of = [&](const Rows<4>& x, int64_t of_channel) {
-    const unsigned in_group = channels / unsigned(x.size[1]);
-    return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
-  };
-  // B or C of a chunk and pass, for all warps, and behind it the step before the chunk.
-  const auto prepare_states = [&](const Rows<4>& x, N* tile, T factor, int state0) {
-    const unsigned char* from = group_of(x, share * plan.share);
-#pragma unroll 2
-    for (int i = threadIdx.x; i < OF_WARP<N> * (STEPS / FOUR); i += 32 * WARPS) {
-      const int j = i % OF_WARP<N>, k = i / OF_WARP<N> * FOUR;
-      N numbers[FOUR];
-      load_steps(numbers, x, from + (state0 + j) * x.stride[2] + (chunk0 + k) * x.stride[3],
-                 state0 + j < count ? seq - chunk0 - k : 0);
-      UNROLL
-      for (int m = 0; m < FOUR; ++m) tile[(k + m) * PITCH_BC + j] = numbers[m] * factor;
-    }
-    if constexpr (M == Method::foh) {
-      for (int j = threadIdx.x; j < OF_WARP<N>; j += 32 * WARPS) {
-        N before = 0;
-        if (state0 + j < count && chunk0 > 0) {
-          with_type<N>(x.dtype, [&]<typename From>() {
-            before = N(*reinterpret_cast<const From*>(from + (state0 + j) * x.stride[2] + (chunk0 - 1) * x.stride[3]));
-          });
-        }
-        tile[STEPS * PITCH_BC + j] = before;
-      }
-    }
-  };
-  // Where a warp's sums over channels go, for tensors that change in time.
-  const auto place = [&](const Rows<4>& x, const View<N, 5>& dx) {
+  // Where a lane's sums over channels go, for tensors that change in time; null where there are no such steps.
+  const auto place = [&](const Rows<4>& x, const View<N, 5>& dx) -> N* {
+    if (x.size[3] == 1 || t0 + k0 >= dx.size[4]) return nullptr;
     const unsigned of_group = channels / unsigned(x.size[1]) / unsigned(plan.share);
-    const int64_t slot = (int64_t(share % of_group) * plan.parts + part) * WARPS + warp;
-    return &dx(slot, batch, share / of_group, chunk0, 0);
+    const int64_t slot = (int64_t(share % of_group) * plan.parts + part) * plan.at_once + warp_c;
+    return &dx(slot, batch, share / of_group, 0, t0 + k0);
   };
-  N* const to_b = holds_b ? nullptr : place(B, dB);
-  N* const to_c = holds_c ? nullptr : place(C, dC);
+  N* const to_b = place(B, dB);
+  N* const to_c = place(C, dC);
+  N of_b[R][K] = {}, of_c[R][K] = {};  // the sums over channels, of each of a lane's states and steps
+  const auto move_sums = [&](N(&values)[R][K], N* to, int64_t stride, int pass, bool out) {
+    UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int state = pass * of_pass + of_lane + 2 * r;
+      if (to == nullptr || state >= count) continue;
+      if (out) store_row(to + state * stride, values[r]);
+      else load_row(values[r], to + state * stride);
+    }
+  };
 
 #pragma unroll 1
-  for (int i = 0; i < plan.rounds * plan.passes; ++i) {
-    const int round = i / plan.passes, pass = i % plan.passes;
-    const int64_t first = (int64_t(round * plan.parts + part) * WARPS + warp) * W;
-    const int64_t channel0 = share * plan.share + first, channel = channel0 + c;
-    const int rows = int(max(int64_t(0), min(plan.share - first, int64_t(W)))), state0 = pass * OF_WARP<N>;
-    const bool present = c < rows;
-
-    if (plan.passes > 1 || i == 0) {
-      __syncthreads();  // no warp needs the states of the pass before
-      if (!holds_b) prepare_states(B, tile_b, 1, state0);
-      if (!holds_c) prepare_states(C, tile_c, PARTS<N>, state0);
-      __syncthreads();  // those of this pass are there
-    }
+  for (int piece = part; piece < plan.pieces; piece += plan.parts) {
+    const int64_t first = int64_t(piece) * ROWS, channel0 = share * plan.share + first;
+    const int rows = int(min(plan.share - first, int64_t(ROWS)));
 
     const auto at = [&](const Rows<3>& x, int row, int64_t t) {
       return x.data + batch * x.stride[0] + (channel0 + row) * x.stride[1] + t * x.stride[2];
     };
-    // A tile's numbers, for a walk forward alone or for all. Of the step before it, u stands behind it.
-    const auto prepare = [&](int64_t t0, bool all) {
-      __syncwarp();  // nobody needs the tile before any more
+    const auto group_of = [&](const Rows<4>& x, int64_t of_channel) {
+      const unsigned in_group = channels / unsigned(x.size[1]);
+      return x.data + batch * x.stride[0] + unsigned(of_channel) / in_group * x.stride[1];
+    };
+    // What all states of a channel share.
+    const auto prepare_rows = [&] {
 #pragma unroll 1
-      for (int n = lane; n < W * (LONG / FOUR); n += 32) {
-        const int row = n / (LONG / FOUR), k = n % (LONG / FOUR) * FOUR;
-        const int64_t t = t0 + k, left = row < rows ? seq - t : 0;
-        T dt[FOUR], input[FOUR], grad[FOUR] = {}, gate[FOUR] = {};
+      for (int i = threadIdx.x; i < rows * (STEPS / FOUR); i += 32 * WARPS) {
+        const int row = i / (STEPS / FOUR), k = i % (STEPS / FOUR) * FOUR, to = row * ROW + at_step(k);
+        const int64_t t = t0 + k, left = seq - t;
+        T dt[FOUR], input[FOUR], grad[FOUR];
         load_steps(dt, delta, at(delta, row, t), left), load_steps(input, u, at(u, row, t), left);
-        if (all) load_steps(grad, dy, at(dy, row, t), left);
-        if (all && gated) load_steps(gate, z, at(z, row, t), left);
-        const T more = left > 0 && bias.size[0] ? bias(channel0 + row) : T(0);
+        load_steps(grad, dy, at(dy, row, t), left);
+        const T more = bias.size[0] ? bias(channel0 + row) : T(0);
         UNROLL
         for (int m = 0; m < FOUR; ++m) {
           dt[m] += more;
           if (with_softplus) dt[m] = softplus(dt[m]);
           if (m >= left) dt[m] = 0;  // a step that changes nothing
         }
-        store_row(lengths + row * PITCH + k, dt), store_row(inputs + row * PITCH + k, input);
-        if (!all) continue;
+        store_row(lengths + to, dt), store_row(inputs + to, input);
         if (gated) {
+          T gate[FOUR], slope[FOUR];
+          load_steps(gate, z, at(z, row, t), left);
           UNROLL
           for (int m = 0; m < FOUR; ++m) {
-            const T open = reciprocal(T(1) + power(-gate[m] * PER_E<T>)), opened = gate[m] * open;
-            gate[m] = grad[m] * open * (T(1) + gate[m] * (T(1) - open)), grad[m] *= opened;
+            const T open = reciprocal(T(1) + power(-gate[m] * PER_E<T>));
+            slope[m] = grad[m] * open * (T(1) + gate[m] * (T(1) - open)), grad[m] *= gate[m] * open;
           }
-          store_row(gates + row * PITCH + k, gate);
+          store_row(gates + to, slope);
         }
-        store_row(outer + row * PITCH + k, grad);
+        store_row(outer + to, grad);
       }
       if constexpr (M == Method::foh) {
-        if (lane < W) {
+        if (int row = threadIdx.x; row < rows) {
           T before = 0;
-          if (lane < rows && t0 > 0) {
+          if (t0 > 0) {
             with_type<T>(u.dtype,
-                         [&]<typename From>() { before = T(*reinterpret_cast<const From*>(at(u, lane, t0 - 1))); });
+                         [&]<typename From>() { before = T(*reinterpret_cast<const From*>(at(u, row, t0 - 1))); });
           }
-          inputs[lane * PITCH + LONG] = before;
+          inputs[row * ROW + STEPS] = before;
         }
       }
-      __syncwarp();  // the tile is there
     };
-    // What holds for all time: a lane writes and reads its own.
-    const auto hold = [&](const Rows<4>& x, N* to, T factor) {
-      UNROLL
-      for (int j = 0; j < S; ++j) {
-        N number = 0;
-        if (present && state0 + state_of_lane + j < count) {
-          with_type<N>(x.dtype, [&]<typename From>() {
-            number =
-                N(*reinterpret_cast<const From*>(group_of(x, channel) + (state0 + state_of_lane + j) * x.stride[2]));
-          });
-        }
-        to[j] = number * factor;
-      }
-    };
-    const int held = (warp * W + c) * PITCH_BC;
-    N* const first_b = tile_b + (holds_b ? held : 0) + state_of_lane;
-    N* const first_c = tile_c + (holds_c ? held : 0) + state_of_lane;
-    const int b_step = holds_b ? 0 : PITCH_BC, c_step = holds_c ? 0 : PITCH_BC;
-    if (holds_b) hold(B, first_b, 1);
-    if (holds_c) hold(C, first_c, PARTS<N>);
-
-    N rate[S], pull[S], later[S];  // A; gradients of the state after a step, of its input by the step after
-    N of_a[S], of_b[S], of_c[S];
-    State<N, M> state[S];
-    UNROLL
-    for (int j = 0; j < S; ++j) {
-      rate[j] = pull[j] = later[j] = of_a[j] = of_b[j] = of_c[j] = 0;
-      const int n = state0 + state_of_lane + j;
-      if (!present || n >= count) continue;
-      rate[j] = A(channel, n), pull[j] = carried(chunk, batch, channel, n);
-      state[j].set(states(chunk, batch, channel, n), rate[j]);
-      if constexpr (M == Method::foh) later[j] = carried(carried.size[0] / 2 + chunk, batch, channel, n);
-    }
-    T of_d = 0, of_bias = 0;
-
-    // B u of the step before step k of a tile that begins with the chunk's step k0.
-    const auto before = [&](N(&taken)[S], int k0, int k) {
-      load_row(taken, first_b + (k0 + k > 0 ? k0 + k - 1 : STEPS) * b_step);
-      UNROLL
-      for (int j = 0; j < S; ++j) taken[j] = taken[j] * inputs[c * PITCH + (k > 0 ? k - 1 : LONG)];
-    };
-
-    // From the state before the chunk to those before each K steps.
+    // B or C of a pass, which all channels share.
+    const auto prepare_states = [&](const Rows<4>& x, N* tile, T factor, int state0) {
+      const unsigned char* from = group_of(x, channel0);
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      prepare(chunk0 + tile * LONG, tile == tiles - 1);
+      for (int i = threadIdx.x; i < of_pass * (STEPS / FOUR); i += 32 * WARPS) {
+        const int j = i / (STEPS / FOUR), k = i % (STEPS / FOUR) * FOUR;
+        N numbers[FOUR];
+        load_steps(numbers, x, from + (state0 + j) * x.stride[2] + (t0 + k) * x.stride[3],
+                   state0 + j < count ? seq - t0 - k : 0);
+        UNROLL
+        for (int m = 0; m < FOUR; ++m) numbers[m] = numbers[m] * factor;
+        store_row(tile + j * ROW + at_step(k), numbers);
+      }
       if constexpr (M == Method::foh) {
-        if (tile == 0) {
-          N taken[S];
-          before(taken, 0, 0);
-          UNROLL
-          for (int j = 0; j < S; ++j) state[j].before = taken[j];
+        for (int j = threadIdx.x; j < of_pass; j += 32 * WARPS) {
+          N before = 0;
+          if (state0 + j < count && t0 > 0) {
+            with_type<N>(x.dtype, [&]<typename From>() {
+              before = N(*reinterpret_cast<const From*>(from + (state0 + j) * x.stride[2] + (t0 - 1) * x.stride[3]));
+            });
+          }
+          tile[j * ROW + STEPS] = before;
         }
       }
-      const int steps = min(chunk_steps - tile * LONG, LONG);
+    };
+    // What each channel's states have for themselves.
+    const auto prepare_ends = [&](int state0) {
 #pragma unroll 1
-      for (int k0 = 0; k0 < steps; k0 += K) {
-        N* const to = kept + (tile * LONG + k0) / K * 32 * S;
-        UNROLL
-        for (int j = 0; j < S; ++j) to[j] = state[j].h;
-        T dt[K], input[K];
-        load_row(dt, lengths + c * PITCH + k0), load_row(input, inputs + c * PITCH + k0);
-        UNROLL
-        for (int k = 0; k < K; ++k) {
-          const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
-          N b_row[S];
-          load_row(b_row, first_b + (tile * LONG + k0 + k) * b_step);
-          UNROLL
-          for (int j = 0; j < S; ++j) state[j].step(dt[k], over_dt, input[k], b_row[j]);
-        }
-      }
-    }
-
-    // And back.
-#pragma unroll 1
-    for (int tile = tiles - 1; tile >= 0; --tile) {
-      const int64_t t0 = chunk0 + tile * LONG;
-      if (tile < tiles - 1) prepare(t0, true);
-      const int steps = min(chunk_steps - tile * LONG, LONG);
-#pragma unroll 1
-      for (int k0 = (steps - 1) / K * K; k0 >= 0; k0 -= K) {
-        const T *const dt_of = lengths + c * PITCH + k0, *const u_of = inputs + c * PITCH + k0;
-        const T* const dy_of = outer + c * PITCH + k0;
-        const N* const b_of = first_b + (tile * LONG + k0) * b_step;
-        const N* const c_of = first_c + (tile * LONG + k0) * c_step;
-
-        // Forward once more, all states of K steps, and what they forget.
-        N start[S], h[K][S], a[K][S];
-        {
-          const N* const from = kept + (tile * LONG + k0) / K * 32 * S;
-          UNROLL
-          for (int j = 0; j < S; ++j) start[j] = state[j].h = from[j];
-          if constexpr (M == Method::foh) {
-            N taken[S];
-            before(taken, tile * LONG, k0);
-            UNROLL
-            for (int j = 0; j < S; ++j) state[j].before = taken[j];
+      for (int i = threadIdx.x; i < rows * of_pass; i += 32 * WARPS) {
+        const int64_t channel = channel0 + i / of_pass;
+        const int j = state0 + i % of_pass;
+        const bool there = j < count;
+        N* const to = ends + i;
+        const auto put = [&](End end, N number) { to[end * ROWS * of_pass] = number; };
+        const auto hold = [&](const Rows<4>& x, N* tile, T factor) {
+          N number = 0;
+          if (there) {
+            with_type<N>(x.dtype, [&]<typename From>() {
+              number = N(*reinterpret_cast<const From*>(group_of(x, channel) + j * x.stride[2]));
+            });
           }
-        }
-        UNROLL
-        for (int k = 0; k < K; ++k) {
-          const T dt = dt_of[k], input = u_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
-          N b_row[S];
-          load_row(b_row, b_of + k * b_step);
-          UNROLL
-          for (int j = 0; j < S; ++j) a[k][j] = state[j].step(dt, over_dt, input, b_row[j]), h[k][j] = state[j].h;
-        }
-
-        // A warp's sums over channels, which are added to those of its channels before.
-        const auto give = [&](N(&values)[FOUR* S], const View<N, 5>& dx, N* first_place, int k) {
-          fold<W / 2, 1, FOUR * S>(values);
-          constexpr int LEFT_BC = FOUR * S / W;
-          const int index = lane % W * LEFT_BC, step = tile * LONG + k0 + k + index / S;
-          const int n = state0 + state_of_lane + index % S;
-          N* const to = first_place + step * dx.stride[3] + n * dx.stride[4];
-          if (rows == 0 || step >= chunk_steps) return;
-          UNROLL
-          for (int m = 0; m < LEFT_BC; ++m) {
-            if (n + m < count) to[m] = round == 0 ? values[m] : to[m] + values[m];
-          }
+          for (int m = 0; m < FOUR; ++m) tile[i * FOUR + m] = number * factor;
         };
-        UNROLL
-        for (int k4 = 0; k4 < K; k4 += FOUR) {
-          N values[FOUR * S];
-          UNROLL
-          for (int k = k4; k < k4 + FOUR; ++k) {
-            const T grad = dy_of[k] * T(PARTS<N>);
-            UNROLL
-            for (int j = 0; j < S; ++j) values[(k - k4) * S + j] = conj(h[k][j]) * grad;
-          }
-          if (holds_c) {
-            UNROLL
-            for (int m = 0; m < FOUR * S; ++m) of_c[m % S] = of_c[m % S] + values[m];
-          } else {
-            give(values, dC, to_c, k4);
-          }
+        put(RATE, there ? A(channel, j) : N(0)), put(START, there ? states(chunk, batch, channel, j) : N(0));
+        put(PULL, there ? carried(chunk, batch, channel, j) : N(0));
+        if constexpr (M == Method::foh) {
+          put(LATER, there ? carried(carried.size[0] / 2 + chunk, batch, channel, j) : N(0));
         }
-        T seen[K];  // y before its gate
-        if (gated) {
-          UNROLL
-          for (int k = 0; k < K; ++k) {
-            N c_row[S];
-            load_row(c_row, c_of + k * c_step);
-            seen[k] = 0;
-            UNROLL
-            for (int j = 0; j < S; ++j) seen[k] = add_seen(seen[k], c_row[j], h[k][j]);
-          }
-          fold<16, W, K>(seen);
-        }
+        if (holds_b) hold(B, tile_b, 1);
+        if (holds_c) hold(C, tile_c, PARTS<N>);
+      }
+    };
 
-        T of_u[K], of_dt[K];
+#pragma unroll 1
+    for (int pass = 0; pass < plan.passes; ++pass) {
+      const int state0 = pass * of_pass;
+      if (pass == 0) prepare_rows();
+      prepare_ends(state0);
+      if (plan.passes > 1 || piece == part) {
+        if (!holds_b) prepare_states(B, tile_b, 1, state0);
+        if (!holds_c) prepare_states(C, tile_c, PARTS<N>, state0);
+      }
+      if (plan.passes > 1) {
         UNROLL
-        for (int k4 = K - FOUR; k4 >= 0; k4 -= FOUR) {
-          N values[FOUR * S];
+        for (int i = 0; i < R * K; ++i) of_b[i / K][i % K] = of_c[i / K][i % K] = 0;
+        if (piece != part) {
+          move_sums(of_b, to_b, dB.stride[3], pass, false), move_sums(of_c, to_c, dC.stride[3], pass, false);
+        }
+      }
+      __syncthreads();  // all is prepared
+
+#pragma unroll 1
+      for (int turn = 0; turn < rows; turn += TURN * plan.at_once) {
+#pragma unroll 1
+        for (int i = 0; i < TURN; ++i) {
+          const int slot = i * plan.at_once + warp_c, row = turn + slot;
+          if (row >= rows) break;
+          const int64_t channel = channel0 + row;
+          T dt[K], input[K], grad[K], by_input[K] = {}, by_dt[K] = {}, seen[K] = {};
+          load_segment(dt, lengths + row * ROW, own), load_segment(input, inputs + row * ROW, own);
+          load_segment(grad, outer + row * ROW, own);
           UNROLL
-          for (int k = k4 + FOUR - 1; k >= k4; --k) {
-            const T dt = dt_of[k], input = u_of[k], grad = dy_of[k], over_dt = DIVIDES<M> ? reciprocal(dt) : T(0);
-            N b_row[S], c_row[S];
-            load_row(b_row, b_of + k * b_step), load_row(c_row, c_of + k * c_step);
-            T by_input = 0, by_dt = 0;
-            N taken_before[S];
-            if constexpr (M == Method::foh) before(taken_before, tile * LONG, k0 + k);
+          for (int r = 0; r < R; ++r) {
+            const int j = of_lane + 2 * r;
+            const N* const end = ends + row * of_pass + j;
+            const auto of_end = [&](End which) { return end[which * ROWS * of_pass]; };
+            const N rate = of_end(RATE), over_rate = DIVIDES<M> ? detail::divided(N(1), rate) : N(0);
+            N b[K], c[K];
+            const int held = (row * of_pass + j) * FOUR, moving = j * ROW;
+            load_segment(b, tile_b + (holds_b ? held : moving), holds_b ? 0 : own, holds_b ? 0 : FOUR);
+            load_segment(c, tile_c + (holds_c ? held : moving), holds_c ? 0 : own, holds_c ? 0 : FOUR);
+
+            // A_bar of each step, and what it adds; then all of a segment is one such step.
+            N a[K], h[K], factor = 1, term = 0, taken_before = 0;
+            if constexpr (M == Method::foh) {
+              const N first_b = holds_b ? b[0] : tile_b[j * ROW + STEPS];
+              taken_before = from_before<false>(b[K - 1] * input[K - 1], 1);
+              if (segment == 0) taken_before = first_b * inputs[row * ROW + STEPS];
+            }
             UNROLL
-            for (int j = 0; j < S; ++j) {
-              const N h_before = k > 0 ? h[k > 0 ? k - 1 : 0][j] : start[j];
-              const N lambda = multiply_add(conj(c_row[j]), N(grad), pull[j]);  // the gradient of this step's state
-              pull[j] = conj(a[k][j]) * lambda;
-              if constexpr (M == Method::mamba) {
-                const N by_z = pull[j] * conj(h_before);
-                of_a[j] = of_a[j] + by_z * dt;
-                by_dt = add_seen(by_dt, conj(rate[j]), by_z), by_input = add_seen(by_input, conj(b_row[j]), lambda);
-                values[(k - k4) * S + j] = lambda * (dt * input);
+            for (int k = 0; k < K; ++k) {
+              if constexpr (EXPONENT_ALONE<M>) {
+                a[k] = decay(scaled(rate), dt[k]), h[k] = b[k] * (M == Method::mamba ? dt[k] * input[k] : input[k]);
               } else {
-                const Derivatives<N> by =
-                    differentiated<M>(rate[j], dt, {rate[j] * dt, state[j].over_a * over_dt, a[k][j]});
-                const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b_row[j] * input);
+                const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+                const Coefficients<N> by =
+                    coefficients<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, decay(scaled(rate), dt[k])});
+                a[k] = left_of<M>(rate, by), h[k] = by.gain * input[k] * b[k];
+                if constexpr (M == Method::foh) {
+                  h[k] = multiply_add(by.previous, k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before, h[k]);
+                }
+              }
+              term = k ? multiply_add(a[k], term, h[k]) : h[k], factor = k ? factor * a[k] : a[k];
+            }
+            const N start = begin_of_segment<false>(factor, term, of_end(START), segment);
+
+            // The states, and what is seen of them.
+            UNROLL
+            for (int k = 0; k < K; ++k) {
+              h[k] = multiply_add(a[k], k ? h[k ? k - 1 : 0] : start, h[k]);
+              of_c[r][k] = of_c[r][k] + conj(h[k]) * (grad[k] * T(PARTS<N>));
+            }
+            if (gated) {
+              UNROLL
+              for (int k = 0; k < K; ++k) seen[k] = add_seen(seen[k], c[k], h[k]);
+            }
+
+            // Back: what a segment makes of the gradient of the state after it; then its gradients.
+            term = 0;
+            UNROLL
+            for (int k = K - 1; k >= 0; --k) term = conj(a[k]) * multiply_add(conj(c[k]), N(grad[k]), term);
+            N pull = begin_of_segment<true>(conj(factor), term, of_end(PULL), segment), of_a = 0, passed = 0;
+            UNROLL
+            for (int k = K - 1; k >= 0; --k) {
+              const N h_before = k ? h[k ? k - 1 : 0] : start;
+              const N lambda = multiply_add(conj(c[k]), N(grad[k]), pull);  // the gradient of this step's state
+              pull = conj(a[k]) * lambda;
+              if constexpr (M == Method::mamba) {
+                const N by_z = pull * conj(h_before);
+                of_a = of_a + by_z * dt[k];
+                by_dt[k] = add_seen(by_dt[k], conj(rate), by_z);
+                by_input[k] = add_seen(by_input[k], conj(b[k]), lambda);
+                of_b[r][k] = of_b[r][k] + lambda * (dt[k] * input[k]);
+              } else {
+                const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+                const Derivatives<N> by = differentiated<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, a[k]});
+                const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b[k] * input[k]);
                 N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
                 N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
-                N of_taken = conj(by.value.gain) * lambda;
                 if constexpr (M == Method::foh) {
-                  const N by_previous = lambda * conj(taken_before[j]);
+                  const N by_previous = lambda * conj(k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before);
                   by_a = by_a + by_previous * conj(by.by_a.previous);
                   by_step = by_step + by_previous * conj(by.by_dt.previous);
-                  of_taken = of_taken + later[j], later[j] = conj(by.value.previous) * lambda;
+                  passed = conj(by.value.previous) * lambda;  // to the input of the step before
+                  if (k > 0) {
+                    constexpr int NONE = 0;
+                    const int before = k > 0 ? k - 1 : NONE;
+                    by_input[before] = add_seen(by_input[before], conj(b[before]), passed);
+                    of_b[r][before] = of_b[r][before] + passed * input[before];
+                  }
                 }
-                of_a[j] = of_a[j] + by_a, by_dt += real(by_step);
-                by_input = add_seen(by_input, conj(b_row[j]), of_taken);
-                values[(k - k4) * S + j] = of_taken * input;
+                const N of_taken = conj(by.value.gain) * lambda;
+                of_a = of_a + by_a, by_dt[k] += real(by_step);
+                by_input[k] = add_seen(by_input[k], conj(b[k]), of_taken);
+                of_b[r][k] = of_b[r][k] + of_taken * input[k];
               }
             }
-            of_u[k] = M == Method::mamba ? dt * by_input : by_input;
-            of_dt[k] = M == Method::mamba ? by_dt + input * by_input : by_dt;
+            if constexpr (M ==
+                          Method::foh) {  // the first step's, to the segment before; the last one's come from behind
+              passed = from_before<true>(passed, 1);
+              if (segment == SEGMENTS - 1) passed = of_end(LATER);
+              by_input[K - 1] = add_seen(by_input[K - 1], conj(b[K - 1]), passed);
+              of_b[r][K - 1] = of_b[r][K - 1] + passed * input[K - 1];
+            }
+            of_a = over_lanes<SEGMENTS>(of_a);
+            if (segment == 0) ends[(PULL * ROWS + row) * of_pass + j] = of_a;  // which nobody else reads
           }
-          if (holds_b) {
+          const auto over_time = [&](N(&values)[R][K], const View<N, 5>& dx) {
             UNROLL
-            for (int m = 0; m < FOUR * S; ++m) of_b[m % S] = of_b[m % S] + values[m];
-          } else {
-            give(values, dB, to_b, k4);
+            for (int r = 0; r < R; ++r) {
+              N sum = 0;
+              UNROLL
+              for (int k = 0; k < K; ++k) sum = sum + values[r][k], values[r][k] = 0;
+              sum = over_lanes<SEGMENTS>(sum);
+              const int j = state0 + of_lane + 2 * r;
+              if (j < count && segment == 0) dx(chunk, batch, channel, j, 0) = sum;
+            }
+          };
+          if (holds_b) over_time(of_b, dB);
+          if (holds_c) over_time(of_c, dC);
+          if constexpr (M == Method::mamba) {  // whose gain is dt
+            UNROLL
+            for (int k = 0; k < K; ++k) by_dt[k] += by_input[k] * input[k], by_input[k] *= dt[k];
           }
+          T* const to = sums + (slot * kinds * halves + 2 * warp_s + lane / SEGMENTS) * STEPS;
+          store_segment(to, by_input, own), store_segment(to + halves * STEPS, by_dt, own);
+          if (gated) store_segment(to + 2 * halves * STEPS, seen, own);
         }
-        fold<16, W, K>(of_u), fold<16, W, K>(of_dt);
+        __syncthreads();  // the sums of all warps are there
 
-        // What a channel's states add to the gradients of u and dt, and to y: a lane has LEFT steps of its channel.
-        if (!ends_sum || !present) continue;
-        const int in_row = c * PITCH + k0 + left_step;
-        const int64_t t = t0 + k0 + left_step, left = seq - t;
-        T to_u[LEFT], to_dt[LEFT], to_z[LEFT];
-        UNROLL
-        for (int m = 0; m < LEFT; ++m) to_u[m] = of_u[m], to_dt[m] = of_dt[m], to_z[m] = gated ? seen[m] : T(0);
-        if (plan.passes > 1) {
-          T* const saved = totals + c * STEPS + tile * LONG + k0 + left_step;
-          UNROLL
-          for (int m = 0; m < LEFT; ++m) {
-            const auto add = [&](T& total, int which) {
-              T& before_it = saved[which * W * STEPS + m];
-              if (pass > 0) total += before_it;
-              before_it = total;
-            };
-            add(to_u[m], 0), add(to_dt[m], 1);
-            if (gated) add(to_z[m], 2);
+        // A warp each for a channel's gradients of u, of dt and of z, a lane for FOUR steps.
+#pragma unroll 1
+        for (int task = warp; task < TURN * plan.at_once * kinds; task += WARPS) {
+          const int slot = task / kinds, kind = task % kinds, row = turn + slot, k = lane * FOUR;
+          if (row >= rows) break;
+          const int in_row = row * ROW + at_step(k);
+          const int64_t channel = channel0 + row, t = t0 + k, left = k < STEPS ? seq - t : 0;
+          T grad[FOUR] = {}, input[FOUR] = {}, dt[FOUR] = {}, total[FOUR] = {}, of_channel = 0;
+          if (k < STEPS) {
+            load_row(dt, lengths + in_row), load_row(input, inputs + in_row), load_row(grad, outer + in_row);
+            const T* from = sums + (slot * kinds + kind) * halves * STEPS + at_step(k);
+#pragma unroll 4
+            for (int n = 0; n < halves; ++n, from += STEPS) {
+              T some[FOUR];
+              load_row(some, from);
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) total[m] += some[m];
+            }
+            if (plan.passes > 1) {  // the states of all passes: the same lane adds them up
+              T* const saved = totals + kind * ROWS * ROW + in_row;
+              T before[FOUR] = {};
+              if (pass > 0) load_row(before, saved);
+              UNROLL
+              for (int m = 0; m < FOUR; ++m) total[m] += before[m];
+              store_row(saved, total);
+            }
           }
           if (pass < plan.passes - 1) continue;
+          const T d = D.size[0] ? D(channel) : T(0);
+          if (kind == 0) {
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) {
+              total[m] += d * grad[m], of_channel += grad[m] * input[m];
+            }
+            store_steps(du, at(du, row, t), total, left);
+          } else if (kind == 1) {
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) {
+              if (with_softplus) total[m] *= -std::expm1(-dt[m]);  // its derivative
+              if (m < left) of_channel += total[m];
+            }
+            store_steps(ddelta, at(ddelta, row, t), total, left);
+          } else if (k < STEPS) {
+            T slope[FOUR];
+            load_row(slope, gates + in_row);
+            UNROLL
+            for (int m = 0; m < FOUR; ++m) total[m] = (total[m] + d * input[m]) * slope[m];
+            store_steps(dz, at(dz, row, t), total, left);
+          }
+          if (kind == 2 || (kind == 0 ? dD.size[0] : dbias.size[0]) == 0) continue;
+          of_channel = over_lanes<32>(of_channel);
+          if (lane > 0) continue;
+          if (kind == 0) dD(chunk, batch, channel) = of_channel;
+          else dbias(chunk, batch, channel) = of_channel;
         }
-        const T d = D.size[0] ? D(channel) : T(0);
-        UNROLL
-        for (int m = 0; m < LEFT; ++m) {
-          const T input = inputs[in_row + m], grad = outer[in_row + m];
-          to_u[m] += d * grad, of_d += grad * input;
-          if (with_softplus) to_dt[m] *= -std::expm1(-lengths[in_row + m]);  // its derivative
-          if (m < left) of_bias += to_dt[m];
-          if (gated) to_z[m] = (to_z[m] + d * input) * gates[in_row + m];
-        }
-        store_steps(du, at(du, c, t), to_u, left), store_steps(ddelta, at(ddelta, c, t), to_dt, left);
-        if (gated) store_steps(dz, at(dz, c, t), to_z, left);
+        __syncthreads();  // nobody needs the sums any more, nor after the last turn what was prepared
       }
-    }
-
-    UNROLL
-    for (int j = 0; j < S; ++j) {
-      const int n = state0 + state_of_lane + j;
-      if (!present || n >= count) continue;
-      carried(chunk, batch, channel, n) = of_a[j];
-      if (holds_b) dB(chunk, batch, channel, 0, n) = of_b[j];
-      if (holds_c) dC(chunk, batch, channel, 0, n) = of_c[j];
-    }
-    T of_channel[2] = {of_d, of_bias};
-    UNROLL
-    for (int apart = 16; apart >= W; apart /= 2) {
-      UNROLL
-      for (int m = 0; m < 2; ++m) of_channel[m] += from_lane_apart(of_channel[m], apart);
-    }
-    if (pass == plan.passes - 1 && present && of_lane == 0) {
-      if (dD.size[0]) dD(chunk, batch, channel) = of_channel[0];
-      if (dbias.size[0]) dbias(chunk, batch, channel) = of_channel[1];
+#pragma unroll 1
+      for (int i = threadIdx.x; i < rows * of_pass; i += 32 * WARPS) {
+        const int j = state0 + i % of_pass;
+        if (j < count) carried(chunk, batch, channel0 + i / of_pass, j) = ends[PULL * ROWS * of_pass + i];
+      }
+      if (plan.passes > 1 || piece + plan.parts >= plan.pieces) {
+        move_sums(of_b, to_b, dB.stride[3], pass, true), move_sums(of_c, to_c, dC.stride[3], pass, true);
+      }
     }
   }
 }
@@ -1165,26 +1192,27 @@ template <typename N>
 GradientPlan plan_gradients(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyView<4>& C, bool gated,
                             int parts) {
   using T = Real<N>;
-  constexpr int W = WIDTH<N>, PITCH_BC = OF_WARP<N> + 16 / int(sizeof(N));
+  constexpr int ROW = CHUNK<N> + FOUR;
   GradientPlan plan{};
   plan.share = share_of(u, B, C);
-  plan.parts = parts, plan.rounds = int(ceil_div(plan.share, W * WARPS * parts));
-  plan.passes = std::max(1, int(ceil_div(states, OF_WARP<N>)));
-  const auto take = [](int& bytes, int numbers, size_t size) {
-    const int at = bytes;
-    bytes += int(ceil_div(numbers * int(size), 16)) * 16;
+  plan.parts = parts, plan.pieces = int(ceil_div(plan.share, ROWS));
+  plan.of_states = 1;
+  while (plan.of_states < WARPS && plan.of_states * OF_WARP<N> < states) plan.of_states *= 2;
+  plan.at_once = WARPS / plan.of_states;
+  const int of_pass = plan.of_states * OF_WARP<N>, kinds = gated ? 3 : 2;
+  plan.passes = std::max(1, int(ceil_div(states, of_pass)));
+  const auto take = [&plan](int numbers, size_t size) {
+    const int at = plan.bytes;
+    plan.bytes += int(ceil_div(numbers * int(size), 16)) * 16;
     return at;
   };
-  const auto of_block = [&](const AnyView<4>& x) {
-    return take(plan.own, (x.size[3] == 1 ? WARPS * W : CHUNK<N> + 1) * PITCH_BC, sizeof(N));
-  };
-  plan.b = of_block(B), plan.c = of_block(C);
-  int of_warp = 0;
-  const auto of_tile = [&] { return take(of_warp, W * (TILE<N> + FOUR), sizeof(T)); };
-  plan.kept = take(of_warp, CHUNK<N> / SUB<N> * 32 * OF_LANE, sizeof(N));
-  plan.lengths = of_tile(), plan.inputs = of_tile(), plan.outer = of_tile(), plan.gates = gated ? of_tile() : 0;
-  plan.totals = plan.passes > 1 ? take(of_warp, (gated ? 3 : 2) * W * CHUNK<N>, sizeof(T)) : 0;
-  plan.bytes = plan.own + WARPS * of_warp;
+  plan.lengths = take(ROWS * ROW, sizeof(T)), plan.inputs = take(ROWS * ROW, sizeof(T));
+  plan.outer = take(ROWS * ROW, sizeof(T)), plan.gates = gated ? take(ROWS * ROW, sizeof(T)) : 0;
+  plan.b = take(of_pass * (B.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
+  plan.c = take(of_pass * (C.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
+  plan.ends = take(4 * ROWS * of_pass, sizeof(N));
+  plan.sums = take(TURN * plan.at_once * kinds * 2 * plan.of_states * CHUNK<N>, sizeof(T));
+  plan.totals = plan.passes > 1 ? take(kinds * ROWS * ROW, sizeof(T)) : 0;
   return plan;
 }
 

@@ -88,7 +88,7 @@ METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac
 SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
 BLOCKS = {"cpu": 2, "cuda": 396}  # of the backward, if there are so many channels: they share those of a piece of time
-WARPS, CHANNELS = 4, 32  # of such a block
+ROWS = 8  # channels that a block of the backward has in shared memory
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
@@ -99,6 +99,12 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
 def chunk(A: Tensor) -> int:
     """How many steps lie between those before which the states are kept for the backward."""
     return 32 if A.dtype is torch.complex128 else 128
+
+
+def channels_at_once(A: Tensor) -> int:
+    """How many channels the 4 warps of a block of the backward have at once, which have 4 or 2 states of one each."""
+    of_warp = 4 if A.dtype is torch.float32 else 2
+    return 4 // next(warps for warps in (1, 2, 4) if warps == 4 or warps * of_warp >= A.shape[1])
 
 
 def define(
@@ -181,17 +187,18 @@ def define(
             return tuple(x.zero_() for x in fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias))
         by_group = [in_groups(x, u) for x in (B, C)]
         # What is summed over time, batches or channels is so in places of its own, which are added up in order.
-        chunks, foh = -(-seq // chunk(A)), METHODS[method] == "foh"
+        chunks, segment, foh = -(-seq // chunk(A)), chunk(A) // 16, METHODS[method] == "foh"
         carried = operator.empty(((1 + foh) * chunks, batch, *A.shape), like=A)
         in_group = [channels if x.shape[3] == 1 else channels // x.shape[1] for x in by_group]
         share = math.gcd(*in_group)
         blocks = max(1, chunks * batch * (channels // share))
-        parts = max(1, min(-(-share // CHANNELS), BLOCKS[u.device.type] // blocks))
+        parts = max(1, min(-(-share // ROWS), BLOCKS[u.device.type] // blocks))
+        at_once = channels_at_once(A)
         of_bc = [
             operator.empty(
-                (chunks, batch, channels, 1, A.shape[1])
+                (chunks, batch, *A.shape, 1)
                 if x.shape[3] == 1
-                else (n // share * parts * WARPS, batch, x.shape[1], seq, A.shape[1]),
+                else (n // share * parts * at_once, *x.shape[:3], -(-seq // segment) * segment),
                 like=A,
             )
             for x, n in zip(by_group, in_group, strict=True)
@@ -209,11 +216,11 @@ def define(
         dbc = []
         for x, parts_of_x in zip((B, C), of_bc, strict=True):
             if x.dim() == 2:
-                total = parts_of_x.sum((0, 1))[:, 0]
+                total = parts_of_x.sum((0, 1))[..., 0]
             elif x.shape[-1] == 1:  # a group's channels, which have all been taken for groups
                 total = parts_of_x.sum(0).unflatten(1, (in_groups(x, u).shape[1], -1)).sum(2).view(x.shape)
             else:
-                total = parts_of_x.sum(0).transpose(2, 3).reshape(x.shape)
+                total = parts_of_x[..., :seq].sum(0).view(x.shape)
             dbc.append(total.to(x.dtype))
         return du, ddelta, carried[:chunks].sum((0, 1)), *dbc, of_d.sum((0, 1)), dz, of_bias.sum((0, 1)), dinitial
 
