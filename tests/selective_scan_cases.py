@@ -136,10 +136,13 @@ class SelectiveScanCases(StageCases):
         tolerance: dict[str, float],
         softplus: bool = True,
         method: str = "mamba",
+        long: bool = False,
     ) -> None:
         """With the reference on the same, rounded arguments.
 
-        A gradient that is a sum of many of both signs may be as far off as the same formula in torch, and half as much.
+        The gradient of delta_bias is the sum of those of delta: its error is measured by their magnitudes, which cancel.
+        Another gradient that is a sum of many of both signs may be as far off as the same formula in torch, and half as
+        much. So may results that are `long` in coming about: thousands of steps, each with its rounded exponential.
         """
         wide = {name: None if x is None else widened(x) for name, x in arguments.items()}
         found = self.results(arguments, None, softplus, method)
@@ -147,7 +150,9 @@ class SelectiveScanCases(StageCases):
         theirs = {}
         for name, truth in truths.items():
             error = relative_error(found[name], truth)
-            if not error <= tolerance[name] and name not in family.OUTPUTS:
+            if name == "delta_bias" and truth.norm() > 0:
+                error *= float(truth.norm() / truths["delta"].abs().sum((0, 2)).norm())
+            if not error <= tolerance[name] and (long or name not in family.OUTPUTS):
                 theirs = theirs or self.results(arguments, family.incumbent, softplus, method, found)
                 assert error <= 1.5 * relative_error(theirs[name], truth), f"{method}, {name}: {error:.1e}"
             else:
@@ -226,7 +231,7 @@ class SelectiveScanCases(StageCases):
         for scale in (1e-3, 1.0, 100.0):
             scaled = {**arguments, "A": arguments["A"] * scale}
             for method in ("mamba", "zoh", "foh", "bilinear", "backward_euler"):
-                self.compare(scaled, allowed(torch.float32), method=method)
+                self.compare(scaled, allowed(torch.float32), method=method, long=True)
 
     @pytest.mark.parametrize("method", ["zoh", "foh"])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -572,4 +577,7 @@ class SelectiveScanCases(StageCases):
             there = self.results({name: x.cuda() for name, x in arguments.items()}, method=method)
             here = self.results(arguments, method=method)
             for name, x in here.items():
-                assert relative_error(there[name].cpu(), widened(x)) <= 2 * allowed(dtype)[name]
+                error = relative_error(there[name].cpu(), widened(x))
+                if name == "delta_bias":  # a sum, in which much cancels
+                    error *= float(x.norm() / widened(here["delta"]).abs().sum((0, 2)).norm())
+                assert error <= 2 * allowed(dtype)[name], f"{method}, {name}: {error:.1e}"

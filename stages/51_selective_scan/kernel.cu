@@ -48,10 +48,13 @@ constexpr int BLOCKS = std::is_same_v<N, float> ? 2 : 1;  // at a time, if they 
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
+constexpr Method ANY = Method(9);  // one that is only known when the kernel runs: for types that are not for speed
 template <Method M>
 constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
 template <Method M>
-constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
+constexpr bool DIVIDES = M == Method::zoh || M == Method::foh || M == ANY;  // or 1 / z, too
+template <Method M>
+constexpr bool LOOKS_BACK = M == Method::foh || M == ANY;  // or the input of the step before
 template <typename N>
 constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
 
@@ -89,8 +92,8 @@ __device__ __forceinline__ float power(float x) {
 #endif
 }
 
-// cos + i sin of the angle rate dt. In float without the whole turns: then the GPU's own sine is right to 2^-21. What
-// roundings take from the product and from its turns is kept, as each step turns a state further.
+// cos + i sin of the angle rate dt. What roundings take from the product and from its turns is kept, as each step turns a
+// state further.
 __device__ __forceinline__ Complex<double> direction(double rate, double dt) {
   return exponential(Complex<double>(0, rate * dt));
 }
@@ -98,12 +101,12 @@ __device__ __forceinline__ Complex<float> direction(float rate, float dt) {
   const float angle = rate * dt, lost = std::fma(rate, dt, -angle);
   const Turns<float> turns = turns_of(angle);
   const float rest = turns.rest + lost * detail::PhaseOf<float>::PER_RADIAN;
-  const float part = ((turns.rounded - rint(turns.rounded)) + rest) * 6.28318530717958647692f;
+  const float part = 2 * ((turns.rounded - rint(turns.rounded)) + rest);  // of half a turn
   float sine, cosine;
 #if defined(__CUDACC__)
-  __sincosf(part, &sine, &cosine);
+  sincospif(part, &sine, &cosine);
 #else
-  sine = std::sin(part), cosine = std::cos(part);
+  sine = std::sin(part * 3.14159265358979323846f), cosine = std::cos(part * 3.14159265358979323846f);
 #endif
   return {cosine, sine};
 }
@@ -148,13 +151,35 @@ __device__ __forceinline__ T silu(T x) {
   return x * reciprocal(T(1) + power(-x * PER_E<T>));
 }
 
+// body.operator()<L>() with the method L, which is M unless that is ANY.
+template <typename Body>
+NOINLINE __device__ auto with_any(Method method, const Body& body) {
+  switch (method) {
+    case Method::zoh: return body.template operator()<Method::zoh>();
+    case Method::foh: return body.template operator()<Method::foh>();
+    case Method::bilinear: return body.template operator()<Method::bilinear>();
+    case Method::highorder: return body.template operator()<Method::highorder>();
+    case Method::poly: return body.template operator()<Method::poly>();
+    case Method::rk4: return body.template operator()<Method::rk4>();
+    case Method::dirac: return body.template operator()<Method::dirac>();
+    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+    default: return body.template operator()<Method::mamba>();
+  }
+}
+template <Method M, typename Body>
+__device__ __forceinline__ auto by_method(Method method, const Body& body) {
+  if constexpr (M == ANY) return with_any(method, body);
+  else return body.template operator()<M>();
+}
+
 // ---- a state --------------------------------------------------------------------------------------------------------
 template <typename N, Method M>
 struct State {
+  Method method = M;
   N h = 0, a = 0, over_a = 0, before = 0;  // a is `scaled` if its exponential is all; 1 / a; B u of the step before
 
-  __device__ __forceinline__ void set(N start, N rate) {
-    h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
+  __device__ __forceinline__ void set(N start, N rate, Method by) {
+    method = by, h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
     if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
   }
 
@@ -162,8 +187,9 @@ struct State {
     if constexpr (EXPONENT_ALONE<M>) {
       h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
-      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
-      if constexpr (M == Method::foh) {
+      const Exponent<N> z{a * dt, over_a * over_dt, decay(scaled(a), dt)};
+      const auto by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
+      if constexpr (LOOKS_BACK<M>) {
         const N taken = b * u;
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
@@ -320,7 +346,7 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
                    Rows<3> y,                       // [batch, channels, seq]
                    View<N, 3> last_state,           // [batch, channels, states]
                    View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK
-                   bool with_softplus, Plan plan) {
+                   bool with_softplus, Method method, Plan plan) {
   using T = Real<N>;
   constexpr int TILE = STEPS<N>;
   DYNAMIC_SHARED(unsigned char, shared);
@@ -481,7 +507,8 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
   UNROLL
   for (int j = 0; j < S; ++j) {
     if (!present || state0 + j >= states) continue;
-    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), A(channel, state0 + j));
+    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), A(channel, state0 + j),
+                 method);
   }
   const auto keep = [&](N* to) {  // to: the channel's states in memory
     UNROLL
@@ -568,22 +595,28 @@ Plan make_plan(const Input<3>& u, int states, const Input<4>& B, const Input<4>&
 }
 
 // With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
-template <typename Body>
+template <typename N, typename Body>
 void with_method(int method, Body&& body) {
-  switch (Method(method)) {
-    case Method::mamba: return body.template operator()<Method::mamba>();
-    case Method::foh: return body.template operator()<Method::foh>();
-    case Method::bilinear: return body.template operator()<Method::bilinear>();
-#if !defined(FLOAT_ONLY)
-    case Method::zoh: return body.template operator()<Method::zoh>();
-    case Method::highorder: return body.template operator()<Method::highorder>();
-    case Method::poly: return body.template operator()<Method::poly>();
-    case Method::rk4: return body.template operator()<Method::rk4>();
-    case Method::dirac: return body.template operator()<Method::dirac>();
-    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
-#endif
-    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
+  if constexpr (sizeof(Real<N>) == 8) {
+    if (method >= 0 && method < int(ANY)) return body.template operator()<ANY>();
   }
+  if constexpr (sizeof(Real<N>) == 4) {
+    switch (Method(method)) {
+      case Method::mamba: return body.template operator()<Method::mamba>();
+      case Method::foh: return body.template operator()<Method::foh>();
+      case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+      case Method::zoh: return body.template operator()<Method::zoh>();
+      case Method::highorder: return body.template operator()<Method::highorder>();
+      case Method::poly: return body.template operator()<Method::poly>();
+      case Method::rk4: return body.template operator()<Method::rk4>();
+      case Method::dirac: return body.template operator()<Method::dirac>();
+      case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+      default: break;
+    }
+  }
+  throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
 }
 
 // What is computed with: the type of A, of which there are as many as of the states.
@@ -604,7 +637,7 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
   if (u.size[0] == 0 || u.size[1] == 0) return;
   with_numbers(A.dtype, [&]<typename N>() {
     using T = Real<N>;
-    with_method(method, [&]<Method M>() {
+    with_method<N>(method, [&]<Method M>() {
       const auto run = [&]<int S>() {
         const Plan plan = make_plan<N, S>(u, int(A.size[1]), B, C, z.size[0] > 0);
         const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
@@ -612,7 +645,7 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
                                         dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32),
                                         size_t(plan.bytes), stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C),
                                         D.as<T>(), rows(z), delta_bias.as<T>(), initial_state.as<N>(), rows(y),
-                                        last_state.as<N>(), states.as<N>(), delta_softplus, plan);
+                                        last_state.as<N>(), states.as<N>(), delta_softplus, Method(method), plan);
       };
       if constexpr (!std::is_same_v<N, float>) {
         run.template operator()<2>();

@@ -9,20 +9,22 @@
 // Idea      Keep the states before every CHUNK of steps, and make the others anew. A walk back in time, which is stage 51
 //           the other way round, finds the gradients of the states after every CHUNK. Then chunks have nothing to do with
 //           each other, and all of them are worked on at once: long sequences of few channels fill the card, too.
-// Mapping   walk: as in stage 51.  gradients, block: a chunk of time, and one piece after the other of the channels that
-//           have the same B and C; so few sums over channels are left to be added up.  warp: WIDTH channels, OF_WARP
-//           states of each.  thread: OF_LANE states. It goes through the chunk once to find its states before every SUB
-//           steps, and back by SUB steps at a time, whose states it makes a third time, into registers.
-//           Sums over channels and states: shuffles that halve what is left to be summed, then shared memory, in order.
-// Cost      Forward, float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32; a block
-//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W     store sectors  4 L CH + 64 W
-//             shared loads         L (2 CH + 2 n + CH P + 192 W) wavefronts     barriers  2 L + 2
-//             shared stores        L (2 CH + 2 n + 32 W)                copies    2 L (CH + n)
-//           of which there are B d / CH. Backward: a state and step takes four exponentials, one on the walk back and
-//           three in its chunk, and two shuffles, which two numbers for each of 8 channels are summed up with.
+//           In a chunk lanes are pieces of time, and steps are put together as in stage 44. So a lane has the same steps
+//           of one channel after the other, and what is summed over channels stays in its registers: B and C are read
+//           once, and their gradients are written once, in a fixed order. An exponential is taken once.
+// Mapping   walk: as in stage 51.  gradients, block: a chunk of time, and every `parts`-th ROWS of the channels that have
+//           the same B and C.  warp: OF_WARP states of a channel, two at a time.  half a warp: a chunk of a state.
+//           lane: LENGTH steps. Sums over states: the lane's own, then those of 2 WARPS halves in shared memory, in order.
+// Cost      Forward, float32 without z, T = 32 L, n = 2 P, d a multiple of CH = max(128 / P, 8), W = P CH / 32; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 32 W     store sectors  4 L CH + 32 W
+//             barriers             2 L + 2                                  copies         2 L (CH + n)
+//           of which there are B d / CH. Backward: a state and step takes two exponentials, one on the walk back and one
+//           in its chunk, and two shuffles, by which segments of a chunk learn of each other.
 // Limits    Without gradients it is stage 51. Beside inputs, results and gradients there are two numbers of each state for
 //           each chunk in memory, for foh three. With n = 16 that is 1 byte to 12 or more of u, delta, y and gradients.
-//           Of complex128 a chunk is shorter. Few states leave lanes without one.
+//           Of complex128 a chunk is shorter. A chunk whose states grow past what a float holds, as a segment's map is
+//           their product, is NaN where one step after the other would be infinite. In double the method is chosen at
+//           each step, not when the kernel is compiled, of which there would be twice as many.
 // Run       python -m stages run 52
 
 #include <algorithm>
@@ -52,13 +54,16 @@ constexpr int BLOCKS = std::is_same_v<N, float> ? 2 : 1;  // at a time, if they 
 template <int S>
 constexpr int RECORD = (FOUR + 1) * S;  // S states of B or C, FOUR steps, and a gap: the next ones are in other banks
 
+constexpr Method ANY = Method(9);  // one that is only known when the kernel runs: for types that are not for speed
 template <Method M>
 constexpr bool EXPONENT_ALONE = M == Method::mamba || M == Method::dirac;  // what a step needs of dt A is e^z
 template <Method M>
-constexpr bool DIVIDES = M == Method::zoh || M == Method::foh;  // or 1 / z, too
+constexpr bool DIVIDES = M == Method::zoh || M == Method::foh || M == ANY;  // or 1 / z, too
+template <Method M>
+constexpr bool LOOKS_BACK = M == Method::foh || M == ANY;  // or the input of the step before
 // A method that takes the same of a state from step to step: gradients of states go back by it alone.
 template <Method M>
-constexpr Method DECAYS = M == Method::foh || M == Method::bilinear || M == Method::backward_euler ? M : Method::mamba;
+constexpr Method DECAYS = LOOKS_BACK<M> || M == Method::bilinear || M == Method::backward_euler ? M : Method::mamba;
 template <typename N>
 constexpr int PARTS = int(sizeof(N) / sizeof(Real<N>));  // 2 of a complex number
 
@@ -96,8 +101,8 @@ __device__ __forceinline__ float power(float x) {
 #endif
 }
 
-// cos + i sin of the angle rate dt. In float without the whole turns: then the GPU's own sine is right to 2^-21. What
-// roundings take from the product and from its turns is kept, as each step turns a state further.
+// cos + i sin of the angle rate dt. What roundings take from the product and from its turns is kept, as each step turns a
+// state further.
 __device__ __forceinline__ Complex<double> direction(double rate, double dt) {
   return exponential(Complex<double>(0, rate * dt));
 }
@@ -105,12 +110,12 @@ __device__ __forceinline__ Complex<float> direction(float rate, float dt) {
   const float angle = rate * dt, lost = std::fma(rate, dt, -angle);
   const Turns<float> turns = turns_of(angle);
   const float rest = turns.rest + lost * detail::PhaseOf<float>::PER_RADIAN;
-  const float part = ((turns.rounded - rint(turns.rounded)) + rest) * 6.28318530717958647692f;
+  const float part = 2 * ((turns.rounded - rint(turns.rounded)) + rest);  // of half a turn
   float sine, cosine;
 #if defined(__CUDACC__)
-  __sincosf(part, &sine, &cosine);
+  sincospif(part, &sine, &cosine);
 #else
-  sine = std::sin(part), cosine = std::cos(part);
+  sine = std::sin(part * 3.14159265358979323846f), cosine = std::cos(part * 3.14159265358979323846f);
 #endif
   return {cosine, sine};
 }
@@ -155,6 +160,27 @@ __device__ __forceinline__ T silu(T x) {
   return x * reciprocal(T(1) + power(-x * PER_E<T>));
 }
 
+// body.operator()<L>() with the method L, which is M unless that is ANY.
+template <typename Body>
+NOINLINE __device__ auto with_any(Method method, const Body& body) {
+  switch (method) {
+    case Method::zoh: return body.template operator()<Method::zoh>();
+    case Method::foh: return body.template operator()<Method::foh>();
+    case Method::bilinear: return body.template operator()<Method::bilinear>();
+    case Method::highorder: return body.template operator()<Method::highorder>();
+    case Method::poly: return body.template operator()<Method::poly>();
+    case Method::rk4: return body.template operator()<Method::rk4>();
+    case Method::dirac: return body.template operator()<Method::dirac>();
+    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+    default: return body.template operator()<Method::mamba>();
+  }
+}
+template <Method M, typename Body>
+__device__ __forceinline__ auto by_method(Method method, const Body& body) {
+  if constexpr (M == ANY) return with_any(method, body);
+  else return body.template operator()<M>();
+}
+
 // A_bar. Of bilinear it is 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
 template <Method M, typename N>
 __device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
@@ -164,11 +190,12 @@ __device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
 // ---- a state --------------------------------------------------------------------------------------------------------
 template <typename N, Method M>
 struct State {
+  Method method = M;
   N h = 0, a = 0, over_a = 0, before = 0;  // a is `scaled` if its exponential is all; 1 / a; B u of the step before
                                            // back in time: what the step after takes of the input before it
 
-  __device__ __forceinline__ void set(N start, N rate) {
-    h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
+  __device__ __forceinline__ void set(N start, N rate, Method by) {
+    method = by, h = start, a = EXPONENT_ALONE<M> ? scaled(rate) : rate;
     if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), rate);
   }
 
@@ -176,8 +203,9 @@ struct State {
     if constexpr (EXPONENT_ALONE<M>) {
       h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
-      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
-      if constexpr (M == Method::foh) {
+      const Exponent<N> z{a * dt, over_a * over_dt, decay(scaled(a), dt)};
+      const auto by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
+      if constexpr (LOOKS_BACK<M>) {
         const N taken = b * u;
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
@@ -193,9 +221,10 @@ struct State {
     if constexpr (EXPONENT_ALONE<M>) {
       h = decay(a, dt) * of_state;
     } else {
-      const Coefficients<N> by = coefficients<M>(a, dt, {a * dt, over_a * over_dt, decay(scaled(a), dt)});
+      const Exponent<N> z{a * dt, over_a * over_dt, decay(scaled(a), dt)};
+      const auto by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
       h = left_of<M>(a, by) * of_state;
-      if constexpr (M == Method::foh) before = by.previous * of_state;
+      if constexpr (LOOKS_BACK<M>) before = by.previous * of_state;
     }
   }
 };
@@ -347,7 +376,7 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
          View<N, 3> last_state,           // [batch, channels, states]
          View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK;
                                           // BACK: after each, and as many more for `before`
-         bool with_softplus, Plan plan) {
+         bool with_softplus, Method method, Plan plan) {
   using T = Real<N>;
   constexpr int TILE = STEPS<N>;
   DYNAMIC_SHARED(unsigned char, shared);
@@ -518,7 +547,8 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
   for (int j = 0; j < S; ++j) {
     if (!present || state0 + j >= states) continue;
     const N rate = A(channel, state0 + j);
-    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), BACK ? conj(rate) : rate);
+    state[j].set(initial_state.size[0] ? initial_state(batch, channel, state0 + j) : N(0), BACK ? conj(rate) : rate,
+                 method);
   }
   const auto keep = [&](N* to, bool before = false) {  // to: the channel's states in memory
     UNROLL
@@ -548,7 +578,7 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
       if (!BACK && t0 % CHUNK<N> == 0) keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
       if (BACK && ((t0 + TILE) % CHUNK<N> == 0 || n == 0)) {
         keep(&kept(t0 / CHUNK<N>, batch, channel, 0));
-        if (M == Method::foh) keep(&kept(chunks + t0 / CHUNK<N>, batch, channel, 0), true);
+        if (LOOKS_BACK<M> && method == Method::foh) keep(&kept(chunks + t0 / CHUNK<N>, batch, channel, 0), true);
       }
     }
 
@@ -748,7 +778,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
               View<N, 5> dC,                // likewise
               View<Real<N>, 3> dD,          // [chunks, batch, channels], or empty
               View<Real<N>, 3> dbias,       // likewise
-              bool with_softplus, GradientPlan plan) {
+              bool with_softplus, Method method, GradientPlan plan) {
   using T = Real<N>;
   constexpr int K = LENGTH<N>, R = ROUNDS<N>, STEPS = CHUNK<N>;
   constexpr int ROW = STEPS + FOUR;  // what belongs to the step before the first stands at [STEPS]
@@ -840,7 +870,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
         }
         store_row(outer + to, grad);
       }
-      if constexpr (M == Method::foh) {
+      if constexpr (LOOKS_BACK<M>) {
         if (int row = threadIdx.x; row < rows) {
           T before = 0;
           if (t0 > 0) {
@@ -864,7 +894,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
         for (int m = 0; m < FOUR; ++m) numbers[m] = numbers[m] * factor;
         store_row(tile + j * ROW + at_step(k), numbers);
       }
-      if constexpr (M == Method::foh) {
+      if constexpr (LOOKS_BACK<M>) {
         for (int j = threadIdx.x; j < of_pass; j += 32 * WARPS) {
           N before = 0;
           if (state0 + j < count && t0 > 0) {
@@ -896,8 +926,8 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
         };
         put(RATE, there ? A(channel, j) : N(0)), put(START, there ? states(chunk, batch, channel, j) : N(0));
         put(PULL, there ? carried(chunk, batch, channel, j) : N(0));
-        if constexpr (M == Method::foh) {
-          put(LATER, there ? carried(carried.size[0] / 2 + chunk, batch, channel, j) : N(0));
+        if constexpr (LOOKS_BACK<M>) {
+          put(LATER, there && method == Method::foh ? carried(carried.size[0] / 2 + chunk, batch, channel, j) : N(0));
         }
         if (holds_b) hold(B, tile_b, 1);
         if (holds_c) hold(C, tile_c, PARTS<N>);
@@ -945,7 +975,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
 
             // A_bar of each step, and what it adds; then all of a segment is one such step.
             N a[K], h[K], factor = 1, term = 0, taken_before = 0;
-            if constexpr (M == Method::foh) {
+            if constexpr (LOOKS_BACK<M>) {
               const N first_b = holds_b ? b[0] : tile_b[j * ROW + STEPS];
               taken_before = from_before<false>(b[K - 1] * input[K - 1], 1);
               if (segment == 0) taken_before = first_b * inputs[row * ROW + STEPS];
@@ -956,10 +986,10 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
                 a[k] = decay(scaled(rate), dt[k]), h[k] = b[k] * (M == Method::mamba ? dt[k] * input[k] : input[k]);
               } else {
                 const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
-                const Coefficients<N> by =
-                    coefficients<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, decay(scaled(rate), dt[k])});
+                const Exponent<N> z{rate * dt[k], over_rate * over_dt, decay(scaled(rate), dt[k])};
+                const auto by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(rate, dt[k], z); });
                 a[k] = left_of<M>(rate, by), h[k] = by.gain * input[k] * b[k];
-                if constexpr (M == Method::foh) {
+                if constexpr (LOOKS_BACK<M>) {
                   h[k] = multiply_add(by.previous, k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before, h[k]);
                 }
               }
@@ -996,18 +1026,18 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
                 of_b[r][k] = of_b[r][k] + lambda * (dt[k] * input[k]);
               } else {
                 const T over_dt = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
-                const Derivatives<N> by = differentiated<M>(rate, dt[k], {rate * dt[k], over_rate * over_dt, a[k]});
+                const Exponent<N> z{rate * dt[k], over_rate * over_dt, M == ANY ? decay(scaled(rate), dt[k]) : a[k]};
+                const auto by = by_method<M>(method, [&]<Method L>() { return differentiated<L>(rate, dt[k], z); });
                 const N by_decay = lambda * conj(h_before), by_gain = lambda * conj(b[k] * input[k]);
                 N by_a = by_decay * conj(by.by_a.a_bar) + by_gain * conj(by.by_a.gain);
                 N by_step = by_decay * conj(by.by_dt.a_bar) + by_gain * conj(by.by_dt.gain);
-                if constexpr (M == Method::foh) {
+                if constexpr (LOOKS_BACK<M>) {
                   const N by_previous = lambda * conj(k ? b[k ? k - 1 : 0] * input[k ? k - 1 : 0] : taken_before);
                   by_a = by_a + by_previous * conj(by.by_a.previous);
                   by_step = by_step + by_previous * conj(by.by_dt.previous);
                   passed = conj(by.value.previous) * lambda;  // to the input of the step before
                   if (k > 0) {
-                    constexpr int NONE = 0;
-                    const int before = k > 0 ? k - 1 : NONE;
+                    const int before = k > 0 ? k - 1 : 0;
                     by_input[before] = add_seen(by_input[before], conj(b[before]), passed);
                     of_b[r][before] = of_b[r][before] + passed * input[before];
                   }
@@ -1158,22 +1188,28 @@ Plan make_plan(const AnyView<3>& u, int states, const AnyView<4>& B, const AnyVi
 }
 
 // With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
-template <typename Body>
+template <typename N, typename Body>
 void with_method(int method, Body&& body) {
-  switch (Method(method)) {
-    case Method::mamba: return body.template operator()<Method::mamba>();
-    case Method::foh: return body.template operator()<Method::foh>();
-    case Method::bilinear: return body.template operator()<Method::bilinear>();
-#if !defined(FLOAT_ONLY)
-    case Method::zoh: return body.template operator()<Method::zoh>();
-    case Method::highorder: return body.template operator()<Method::highorder>();
-    case Method::poly: return body.template operator()<Method::poly>();
-    case Method::rk4: return body.template operator()<Method::rk4>();
-    case Method::dirac: return body.template operator()<Method::dirac>();
-    case Method::backward_euler: return body.template operator()<Method::backward_euler>();
-#endif
-    default: throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
+  if constexpr (sizeof(Real<N>) == 8) {
+    if (method >= 0 && method < int(ANY)) return body.template operator()<ANY>();
   }
+  if constexpr (sizeof(Real<N>) == 4) {
+    switch (Method(method)) {
+      case Method::mamba: return body.template operator()<Method::mamba>();
+      case Method::foh: return body.template operator()<Method::foh>();
+      case Method::bilinear: return body.template operator()<Method::bilinear>();
+#if !defined(FLOAT_ONLY)
+      case Method::zoh: return body.template operator()<Method::zoh>();
+      case Method::highorder: return body.template operator()<Method::highorder>();
+      case Method::poly: return body.template operator()<Method::poly>();
+      case Method::rk4: return body.template operator()<Method::rk4>();
+      case Method::dirac: return body.template operator()<Method::dirac>();
+      case Method::backward_euler: return body.template operator()<Method::backward_euler>();
+#endif
+      default: break;
+    }
+  }
+  throw std::invalid_argument("method " + std::to_string(method) + " is none that this module has");
 }
 
 // What is computed with: the type of A, of which there are as many as of the states.
@@ -1221,14 +1257,15 @@ template <typename N, Method M, int S, bool BACK>
 void start_walk(const AnyView<3>& u, const Input<3>& delta, const Input<2>& A, const Input<4>& B, const Input<4>& C,
                 const Input<1>& D, const Input<3>& z, const Input<1>& delta_bias, const Input<3>& initial_state,
                 const AnyView<3>& y, const Output<3>& last_state, const Output<4>& kept, bool delta_softplus,
-                Stream stream) {
+                Method method, Stream stream) {
   using T = Real<N>;
   const Plan plan = make_plan<N, S, BACK>(u, int(A.size[1]), B, C, z.size[0] > 0);
   const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
   launch<walk<N, M, S, BACK>>({u.size[0] * (u.size[1] / plan.share) * ceil_div(plan.share, plan.channels)},
                               dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32), size_t(plan.bytes), stream,
                               rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z), delta_bias.as<T>(),
-                              initial_state.as<N>(), rows(y), last_state.as<N>(), kept.as<N>(), delta_softplus, plan);
+                              initial_state.as<N>(), rows(y), last_state.as<N>(), kept.as<N>(), delta_softplus, method,
+                              plan);
 }
 // body.operator()<S>() with how many states a lane of a walk has.
 template <typename N, Method M, typename Body>
@@ -1246,10 +1283,10 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
                     bool delta_softplus, int method, int states_of_a_lane, Stream stream) {
   if (u.size[0] == 0 || u.size[1] == 0) return;
   with_numbers(A.dtype, [&]<typename N>() {
-    with_method(method, [&]<Method M>() {
+    with_method<N>(method, [&]<Method M>() {
       with_states<N, M>(states_of_a_lane, [&]<int S>() {
         start_walk<N, M, S, false>(u, delta, A, B, C, D, z, delta_bias, initial_state, y, last_state, states,
-                                   delta_softplus, stream);
+                                   delta_softplus, Method(method), stream);
       });
     });
   });
@@ -1262,11 +1299,11 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
                              int states_of_a_lane, Stream stream) {
   with_numbers(A.dtype, [&]<typename N>() {
     using T = Real<N>;
-    with_method(method, [&]<Method M>() {
+    with_method<N>(method, [&]<Method M>() {
       constexpr Method BY = DECAYS<M>;
       with_states<N, BY>(states_of_a_lane, [&]<int S>() {
         start_walk<N, BY, S, true>(dy, delta, A, C, C, D, z, delta_bias, dlast, dy, dinitial, carried, delta_softplus,
-                                   stream);
+                                   Method(method), stream);
       });
       const GradientPlan plan = plan_gradients<N>(u, int(A.size[1]), B, C, z.size[0] > 0, parts);
       const auto rows = [](const auto& x) { return Rows(x, FOUR); };
@@ -1274,7 +1311,7 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
       launch<gradients<N, M>>({chunks * u.size[0] * shares * plan.parts}, dim3(32 * WARPS), size_t(plan.bytes), stream,
                               rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z), delta_bias.as<T>(),
                               states.as<N>(), rows(dy), rows(du), rows(ddelta), rows(dz), carried.as<N>(), dB.as<N>(),
-                              dC.as<N>(), dD.as<T>(), dbias.as<T>(), delta_softplus, plan);
+                              dC.as<N>(), dD.as<T>(), dbias.as<T>(), delta_softplus, Method(method), plan);
     });
   });
 }
