@@ -483,7 +483,7 @@ class TestDiscretize(StageCases):
                     torch.library.opcheck(forward, (*arguments, method))
                 A, delta = (x.detach() for x in arguments)
                 grads = [torch.randn_like(x) for x in forward(A, delta, method)]
-                torch.library.opcheck(backward, (*grads, A, delta, method))
+                torch.library.opcheck(backward, (grads, A, delta, method))
 
     def test_meta_tensors_give_the_shape(self):
         A, delta = (x.to("meta").requires_grad_() for x in self.arguments(self.odd, torch.complex64))
