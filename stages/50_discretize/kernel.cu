@@ -57,7 +57,7 @@ struct Elements {
 
   __device__ Elements(const int64_t (&size)[4], int64_t index)
       : index(index),
-        all(size[0] * size[1] * size[2] * size[3]),
+        all(size[0] * size[1] * size[2] * size[3]),  // E
         first(size, index),
         in_one_row(first.i[3] + COUNT <= size[3]) {}
 
@@ -82,8 +82,8 @@ struct Elements {
   __device__ void store(T* to, const Vector<T, COUNT>& values) const {
     if (index + COUNT <= all) return store_vector(to + index, values);
     UNROLL
-    for (int k = 0; k < COUNT; ++k) {
-      if (index + k < all) to[index + k] = values[k];
+    for (int n = 0; n < COUNT; ++n) {
+      if (index + n < all) to[index + n] = values[n];
     }
   }
 };
@@ -93,7 +93,7 @@ template <Method METHOD, typename T>
 __global__ void discretize_kernel(View<const T, 4> A,            // [E], as four dimensions, some with a stride of 0
                                   View<const Real<T>, 4> delta,  // [E], likewise
                                   T* A_bar,                      // [E]
-                                  T* gain_prev,                  // [E] for foh, or nothing
+                                  T* gain_prev,                  // [E] for foh, else not used
                                   T* gain) {                     // [E]
   using Sum = Accumulator<T>;
   constexpr int COUNT = WIDTH<T>;

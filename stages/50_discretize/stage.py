@@ -38,6 +38,9 @@ def backward_cost(B: int, T: int, D: int, N: int, itemsize: int, method: str) ->
     )
 
 
+EQUIVALENT = {
+    "for (int n = 0; n < COUNT; ++n) {  [n < COUNT -> n <= COUNT]": "where all are left they are stored at once",
+}
 stage = Stage(
     __file__,
     family=discretization,

@@ -93,14 +93,15 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
     def run(A: Tensor, delta: Tensor, method: str) -> list[Tensor]:
         results = fake(A, delta, method)
         size = results[0].shape
-        a, d, a_bar, *gains = [four(x, size) for x in (A, delta, *results)]
-        previous = gains[0] if method == "foh" else absent(A.dtype, A.device)
-        kernels.launch(NAME, A.device, method, a, d, a_bar, previous, gains[-1])
+        factors = results if len(size) == 4 else [four(x, size) for x in results]
+        previous = factors[1] if method == "foh" else absent(A.dtype, A.device)
+        given = four(A, size), four(delta, size)
+        kernels.launch(NAME, A.device, method, *given, factors[0], previous, factors[-1])
         return results
 
     def fake(A: Tensor, delta: Tensor, method: str) -> list[Tensor]:
         size = together(A.shape, delta.shape)
-        return [operator.empty(size, like=A) for _ in OUTPUTS(method=method)]
+        return [operator.empty(size, like=A) for _ in range(3 if method == "foh" else 2)]
 
     def setup_context(ctx, inputs: tuple, output: list[Tensor]) -> None:
         A, delta, ctx.method = inputs
@@ -116,9 +117,10 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
         size = grads[0].shape
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(A.dtype, A.dtype)
         dA, ddelta = (operator.empty(size, like=A, dtype=t) for t in (wide, REAL_OF.get(wide, wide)))
-        a, d, a_bar, *gains, of_a, of_delta = [four(x, size) for x in (A, delta, *grads, dA, ddelta)]
-        previous = gains[0] if method == "foh" else absent(A.dtype, A.device)
-        kernels.launch("discretize_backward", A.device, method, a, d, a_bar, previous, gains[-1], of_a, of_delta)
+        factors = [four(x, size) for x in grads]
+        previous = factors[1] if method == "foh" else absent(A.dtype, A.device)
+        given = four(A, size), four(delta, size), factors[0], previous, factors[-1]
+        kernels.launch("discretize_backward", A.device, method, *given, four(dA, size), four(ddelta, size))
         return tuple(g.sum_to_size(x.shape).to(x.dtype) for g, x in ((dA, A), (ddelta, delta)))
 
     def fake_backward(grads: list[Tensor], A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor]:
@@ -210,19 +212,20 @@ def absent(dtype: torch.dtype, device: torch.device) -> Tensor:
 def check(A: Tensor, delta: Tensor, *, method: str) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the discretization of these makes sense."""
     check_tensor(CALL, "A", A, dtypes=DTYPES)
-    check_tensor(CALL, "delta", delta, dtypes=FLOATING)
+    check_tensor(CALL, "delta", delta)
     if not isinstance(method, str):
         raise TypeError(f"{CALL}: method must be a str, got {type(method).__name__}")
     if method not in METHODS:
         raise ValueError(f"{CALL}: method is {method!r}; allowed: {listing([repr(m) for m in METHODS])}")
-    wanted = REAL_OF.get(A.dtype, A.dtype)
-    if delta.dtype is not wanted:
-        raise TypeError(f"{CALL}: delta has dtype {delta.dtype}, but A has {A.dtype}; allowed: {wanted}")
+    if delta.dtype is not A.dtype and delta.dtype is not REAL_OF.get(A.dtype):
+        raise TypeError(
+            f"{CALL}: delta has dtype {delta.dtype}, but A has {A.dtype}; allowed: {REAL_OF.get(A.dtype, A.dtype)}"
+        )
     if delta.device != A.device:
         raise ValueError(
             f"{CALL}: delta is on {delta.device}, but A is on {A.device}; allowed: the same device for both"
         )
-    for a, d in zip(reversed(A.shape), reversed(delta.shape), strict=False):
+    for a, d in zip(reversed(A.shape), reversed(delta.shape)):  # noqa: B905
         if a != d and a != 1 != d:
             raise ValueError(
                 f"{CALL}: A is {shape(A)} and delta is {shape(delta)}; allowed: shapes that can be broadcast against "
