@@ -227,7 +227,8 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 for m in places.keys() - set(drawn):
                     where = axes.get_xaxis_transform()
                     axes.text(places[m], 0.02, FULL, transform=where, rotation=90, ha="center", fontsize=7)
-            axes.set(yscale="log", title=f"{PARTS[part]}, {panel}")
+            axes.set_title(f"{PARTS[part]}, {panel}", fontsize=10)
+            axes.set(yscale="log")
             axes.set_xticks(range(len(methods)), methods, rotation=40, ha="right")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.grid(axis="y", alpha=0.25, lw=0.6)
