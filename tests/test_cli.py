@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import stages
-from stages.toolkit import bench, build, chapter, cli
+from stages.toolkit import bench, build, chapter, cli, profile
 
-COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "chapter", "diff", "accuracy", "device"]
+COMMANDS = ["list", "info", "build", "run", "test", "xray", "bench", "profile", "chapter", "diff", "accuracy"]
+COMMANDS += ["device"]
 
 
 @pytest.fixture
@@ -168,6 +170,82 @@ def test_plot_of_records_from_a_gpu(tmp_path):
     assert "<svg" in (tmp_path / "bench.svg").read_text()
 
 
+SMALL = ("--device", "cpu", "--batch", "1", "--dim", "2", "--seqlen", "3", "--dstate", "2", "--n-trials", "1")
+
+
+def test_profile(call, tmp_path):
+    plot = tmp_path / "profile.png"
+    code, out, _ = call("profile", *SMALL, "--methods", "mamba,dirac,mamba", "--plot", str(plot))
+    assert code == 0
+    assert out.startswith("batch 1, dim 2, seqlen 3, dstate 2, float32, medians of 1,\nthe CPU device on ")
+    assert "The coefficients alone\n" in out and "The scan\n" in out and "its own cost, not a GPU's" in out
+    assert out.count("\n  mamba ") == out.count("\n  dirac ") == 2 and "zoh" not in out
+    assert "Mamba's own kernel was not measured: " in out and out.endswith(f"\nplot: {plot}\n")
+    assert max(map(len, out.splitlines())) <= 100
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_as_json(call):
+    code, out, _ = call("profile", *SMALL, "--methods", "foh", "--dtype", "complex64", "--json")
+    records = json.loads(out)
+    assert code == 0
+    assert [(r["part"], r["by"]) for r in records] == [
+        (part, by) for part in ("coefficients", "scan") for by in ("stages", "torch")
+    ]
+    assert all(r["method"] == "foh" and r["dtype"] == "complex64" and r["ms"] > 0 < r["both_ms"] for r in records)
+
+
+def test_what_does_not_fit_is_said_in_its_cell(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "memory", lambda: 100)
+    code, out, _ = call("profile", *SMALL, "--methods", "zoh", "--plot", str(tmp_path / "profile.svg"))
+    assert code == 0
+    alone, scan = (line.split() for line in out.splitlines() if line.startswith("  zoh "))
+    assert " ".join(alone) == "zoh" + 4 * " does not fit"
+    assert " ".join(scan).count("does not fit") == 2 and float(scan[1]) > 0
+    assert "<svg" in (tmp_path / "profile.svg").read_text()
+
+    def full(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB.")
+
+    def wrong(x):
+        raise RuntimeError("another error")
+
+    found = profile.times({"stages": torch.exp, "torch": full, "mamba_ssm": wrong}, (torch.ones(2),), "cpu", 1)
+    assert found["stages"]["both_ms"] > 0
+    assert found["torch"] == {"missing": "does not fit"} and found["mamba_ssm"] == {"missing": "another error"}
+    with pytest.raises(RuntimeError, match="another error"):
+        profile.times({"torch": wrong}, (torch.ones(2),), "cpu", 1)
+
+
+def test_profile_of_a_gpu(tmp_path):
+    common = {"sizes": {"batch": 8}, "dtype": "float32", "device": "cuda", "card": "A Card", "trials": 20}
+    common |= {"method": "mamba", "part": "scan"}
+    figures = {"ms": 2.0, "both_ms": 3.0, "peak_bytes": 1 << 20}
+    records = [{**common, "by": "stages", **figures}, {**common, "by": "torch", **figures, "ms": 8.0}]
+    records += [{**common, "by": "mamba_ssm", **figures}]
+    text = profile.text(records)
+    assert "A Card" in text and " ".join(text.splitlines()[6].split()) == "mamba 2 8 4 3 3 1 1 1"
+    assert text.endswith("Mamba's own kernel, for mamba: 2 ms, both 3 ms, 1 MiB.")
+    assert max(map(len, text.splitlines())) <= 100
+    profile.plot(records, tmp_path / "profile.svg")
+    assert "<svg" in (tmp_path / "profile.svg").read_text()
+
+
+def test_profile_leaves_what_was_measured_when_it_is_interrupted(call, monkeypatch):
+    taken = []
+
+    def times(calls, *others):
+        taken.append(calls)
+        if len(taken) > 2:
+            raise KeyboardInterrupt
+        return {by: {"ms": 1.0, "both_ms": 2.0} for by in calls}
+
+    monkeypatch.setattr(profile, "times", times)
+    code, out, complaint = call("profile", *SMALL, "--methods", "zoh,foh")
+    assert code == 130 and complaint == "profile: zoh\ninterrupted\n"
+    assert out.count("\n  zoh ") == 2 and "\n  foh " not in out
+
+
 def test_chapter(call, monkeypatch):
     record = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 3.0}
     record |= {"incumbent_ms": 1.5, "ratio": 0.5, "percent_of_limit": 40.0, "limit": "arithmetic"}
@@ -209,6 +287,18 @@ def test_device(call):
     [
         (("xray", "12", "--size", "3,4"), "--size 3,4: allowed: 3 whole numbers, M,N,K of matmul(a, b, *, tf32=False)"),
         (("run", "00", "--size", "many"), "--size many: allowed: 1 whole number, N of axpy(alpha, x, y)"),
+        (("profile", "--batch", "0"), "--batch 0: allowed: a whole number from 1 on"),
+        (("profile", "--seqlen", "1e3"), "--seqlen 1e3: allowed: a whole number from 1 on"),
+        (("profile", "--n-trials", "-1"), "--n-trials -1: allowed: a whole number from 1 on"),
+        (("profile", "--dstate", "300"), "--dstate 300: allowed: at most 256 states a channel"),
+        (
+            ("profile", "--methods", "zoh,tustin"),
+            "--methods tustin: allowed: mamba, zoh, foh, bilinear, highorder, poly, rk4, dirac, backward_euler",
+        ),
+        (
+            ("profile", "--dtype", "int8"),
+            "--dtype int8: allowed: float64, float32, float16, bfloat16, complex128, complex64",
+        ),
         (("bench", "12", "--dtype", "int8"), "--dtype int8: allowed: float64, float32, float16, bfloat16"),
     ],
 )

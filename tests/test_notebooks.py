@@ -483,27 +483,25 @@ def test_exercise_48(capsys):
 def test_exercise_50(capsys):
     kernel = lab.kernel("50")
     text = kernel.source.read_text()
-    start = text.index("  if (index >= A_bar.size[0])")
-    end = text.index("}\n\n// grid", start)  # of the forward kernel
+    start = text.index("  const Elements<COUNT> elements(A.size, ")
+    end = text.index("  const Vector<Real<T>, COUNT> dt = ", start)  # of the forward kernel
     kept = {
-        "({ceil_div(A_bar.size[0], THREADS)}": "({ceil_div(A.size[0] * A.size[2] * A.size[3], THREADS)}",
+        "(grid_of<T>(A_bar.size), ": (
+            "({ceil_div(A_bar.size[0] * A_bar.size[2] * A_bar.size[3], THREADS * WIDTH<T>)}, "
+        ),
         text[start:end]: """
   const int64_t seq = A.size[1], inner = A.size[2] * A.size[3], sizes[4] = {A.size[0], 1, A.size[2], A.size[3]};
+  const int64_t index = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * COUNT;
   if (index >= A.size[0] * inner) return;
-  Place place(sizes, index);
-  const Sum a(place(A));
+  Elements<COUNT> elements(sizes, index);
+  elements.all = A.size[0] * seq * inner;
+  const Vector<T, COUNT> a = elements.of(A);
   for (int64_t t = 0; t < seq; ++t) {
-    place.i[1] = t;
-    const Real<Sum> dt(place(delta));
-    const Coefficients<Sum> factor = coefficients<METHOD>(a, dt, exponent(a, dt));
-    const int64_t at = (index / inner * seq + t) * inner + index % inner;
-    A_bar(at) = T(factor.a_bar);
-    gain(at) = T(factor.gain);
-    if constexpr (METHOD == Method::foh) gain_prev(at) = T(factor.previous);
-  }
+  elements.first.i[1] = t, elements.index = (index / inner * seq + t) * inner + index % inner;
 """,
+        "elements.store(gain_prev, previous);\n": "elements.store(gain_prev, previous);\n  }\n",
     }
-    at_most = {"load_sectors": 128, "store_sectors": 512}
+    at_most = {"load_sectors": 80, "store_sectors": 512}
     lab.exercise(kernel, kept, 2, 4, 8, 32, at_most=at_most)
     assert "\nSolved." in capsys.readouterr().out
     lab.exercise(kernel, {"THREADS = 128": "THREADS = 64"}, 2, 4, 8, 32, at_most=at_most)

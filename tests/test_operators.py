@@ -137,6 +137,18 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
     assert own - bare < limit * max(1, bare / 1.4)
 
 
+@pytest.mark.parametrize("shape", [(), [], torch.Size(()), (0,), (2, 3)], ids=str)
+def test_what_outputs_are_allocated_as(shape):
+    """Also without dimensions; stages' own tests put another function in its place."""
+    like = torch.ones(3, dtype=torch.float16)
+    for dtype in (None, torch.float32):
+        x = operator.empty(shape, like, dtype)
+        assert x.shape == tuple(shape) and x.dtype is (dtype or torch.float16)
+    assert operator.zeros(shape, like, torch.int32).shape == tuple(shape)
+    A, delta = torch.tensor(-1.0), torch.tensor(0.5)
+    assert stages.load("50").discretize(A, delta, method="mamba")[1] == delta
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode, device):
     a = torch.randn(3, 3, device=device, requires_grad=True)

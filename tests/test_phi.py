@@ -12,9 +12,9 @@ from stages.toolkit.kernels import load
 HERE = Path(__file__).parent / "simt"
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
-# Relative to a value or to what it is the difference of: nobody can know a difference better than that.
+# Relative to a value or to what it is the difference of: nobody can know a difference better than that. A product of
+# complex numbers is rounded six times where one of real ones is once: the worst of all here, of thousands, is 3.8e-7.
 ALLOWED = {torch.float32: 3e-7, torch.float64: 1e-15, torch.complex64: 4e-7, torch.complex128: 1e-15}
-ALLOWED_OF_METHODS = {dtype: error * 4 / 3 for dtype, error in ALLOWED.items()}
 SMALL = (0.0, 1e-30, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4)
 RADII = (0.5, 1.5, 2.0, 3.0)  # where series give way to formulas
 
@@ -148,4 +148,4 @@ def test_coefficients_and_their_derivatives(module, method, dtype):
     for n, kind in enumerate(("A_bar", "gain", "previous")):
         for row, derivative in enumerate((0, 0, 1, 2)):
             error, i = worst(out[3 * row + n], [x[n][derivative] for x in terms])
-            assert error <= ALLOWED_OF_METHODS[dtype], (kind, row, z[i], dt[i])
+            assert error <= ALLOWED[dtype], (kind, row, z[i], dt[i])

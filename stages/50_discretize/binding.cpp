@@ -1,9 +1,9 @@
 #include "common/binding.h"
 
-void discretize(const std::string& method, Input<4> A, Input<4> delta, Output<1> A_bar, Output<1> gain_prev,
-                Output<1> gain, Stream stream);
+void discretize(const std::string& method, Input<4> A, Input<4> delta, Output<4> A_bar, Output<4> gain_prev,
+                Output<4> gain, Stream stream);
 void discretize_backward(const std::string& method, Input<4> A, Input<4> delta, Input<4> g_A_bar, Input<4> g_gain_prev,
-                         Input<4> g_gain, Output<1> dA, Output<1> ddelta, Stream stream);
+                         Input<4> g_gain, Output<4> dA, Output<4> ddelta, Stream stream);
 
 STAGE_MODULE(m) {
   def_launcher(m, "discretize", &discretize, "A_bar and gains of A and steps", "method", "A", "delta", "A_bar",

@@ -36,7 +36,8 @@ https://arxiv.org/abs/2312.00752; Hochbruck and Ostermann, Exponential integrato
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ PROBLEMS = (
 XRAY = (2, 4, 8, 32)
 BENCH = {"cpu": ((2, 16, 32, 32),), "cuda": ((2, 1024, 2048, 16),)}
 DTYPES = FLOATING + COMPLEX
+ONES = (1, 1, 1, 1)
 REAL_OF = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 INCUMBENT, COMPILED = "torch.compile(formula)", True
 
@@ -85,42 +87,43 @@ def OUTPUTS(*, method: str) -> tuple[str, ...]:  # noqa: N802
 def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
     """Register the operators of a stage and return its public function.
 
-    The operator gives A_bar, gain_prev and gain, of which gain_prev is empty but for `foh`. Kernels get A, delta and
-    the gradients as four dimensions of one shape, expanded by strides of 0, and give results as one.
+    Kernels get all as four dimensions, A and delta with a size of 1 where they are broadcast.
     """
 
-    def run(A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
+    def run(A: Tensor, delta: Tensor, method: str) -> list[Tensor]:
         results = fake(A, delta, method)
         size = results[0].shape
-        kernels.launch(NAME, A.device, method, four(A, size), four(delta, size), *(x.view(-1) for x in results))
+        factors = results if len(size) == 4 else [four(x, size) for x in results]
+        previous = factors[1] if method == "foh" else absent(A.dtype, A.device)
+        given = four(A, size), four(delta, size)
+        kernels.launch(NAME, A.device, method, *given, factors[0], previous, factors[-1])
         return results
 
-    def fake(A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
-        size = torch.broadcast_tensors(A, delta)[0].shape  # broadcast_shapes takes several times as long
-        return tuple(operator.empty(s, like=A) for s in (size, size if method == "foh" else (0,), size))
+    def fake(A: Tensor, delta: Tensor, method: str) -> list[Tensor]:
+        size = together(A.shape, delta.shape)
+        return [operator.empty(size, like=A) for _ in range(3 if method == "foh" else 2)]
 
-    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx, inputs: tuple, output: list[Tensor]) -> None:
         A, delta, ctx.method = inputs
         ctx.save_for_backward(A, delta)
-        ctx.shapes = [x.shape for x in output]
-        ctx.set_materialize_grads(False)
+        ctx.shape = output[0].shape
 
-    def differentiate(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
         A, delta = ctx.saved_tensors
-        given = (operator.nothing(s, like=A) if g is None else g for g, s in zip(grads, ctx.shapes, strict=True))
-        return *compute_backward(*given, A, delta, ctx.method), None
+        given = [operator.nothing(ctx.shape, like=A) if g is None else g for g in grads]
+        return *compute_backward(given, A, delta, ctx.method), None
 
-    def run_backward(g_A_bar, g_gain_prev, g_gain, A, delta, method) -> tuple[Tensor, Tensor]:
-        size = g_A_bar.shape
+    def run_backward(grads: list[Tensor], A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor]:
+        size = grads[0].shape
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(A.dtype, A.dtype)
         dA, ddelta = (operator.empty(size, like=A, dtype=t) for t in (wide, REAL_OF.get(wide, wide)))
-        given = (four(x, size) for x in (A, delta, g_A_bar))
-        previous = four(g_gain_prev, size) if method == "foh" else g_gain_prev.view(0, 1, 1, 1)
-        results = (dA.view(-1), ddelta.view(-1))
-        kernels.launch("discretize_backward", A.device, method, *given, previous, four(g_gain, size), *results)
+        factors = [four(x, size) for x in grads]
+        previous = factors[1] if method == "foh" else absent(A.dtype, A.device)
+        given = four(A, size), four(delta, size), factors[0], previous, factors[-1]
+        kernels.launch("discretize_backward", A.device, method, *given, four(dA, size), four(ddelta, size))
         return tuple(g.sum_to_size(x.shape).to(x.dtype) for g, x in ((dA, A), (ddelta, delta)))
 
-    def fake_backward(g_A_bar, g_gain_prev, g_gain, A, delta, method) -> tuple[Tensor, Tensor]:
+    def fake_backward(grads: list[Tensor], A: Tensor, delta: Tensor, method: str) -> tuple[Tensor, Tensor]:
         return operator.empty(A.shape, like=A), operator.empty(delta.shape, like=delta)
 
     def twice(ctx, *grads: Tensor):
@@ -128,14 +131,14 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
 
     compute_backward = operator.register(
         f"{name}_backward",
-        "(Tensor g_A_bar, Tensor g_gain_prev, Tensor g_gain, Tensor A, Tensor delta, str method) -> (Tensor, Tensor)",
+        "(Tensor[] grads, Tensor A, Tensor delta, str method) -> (Tensor, Tensor)",
         run_backward,
         fake=fake_backward,
         backward=twice,
     )
     compute = operator.register(
         name,
-        "(Tensor A, Tensor delta, str method) -> (Tensor A_bar, Tensor gain_prev, Tensor gain)",
+        "(Tensor A, Tensor delta, str method) -> Tensor[]",
         run,
         fake=fake,
         setup_context=setup_context,
@@ -178,36 +181,52 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
                     [0.6321, 1.0000, 1.0000]])
         """
         check(A, delta, method=method)
-        a_bar, gain_prev, gain = compute(A, delta, method)
-        return (a_bar, gain_prev, gain) if method == "foh" else (a_bar, gain)
+        return tuple(compute(A, delta, method))
 
     return discretize
 
 
+def together(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """The shape that two shapes are broadcast to. All that torch has for it takes several times as long."""
+    long, short = (a, b) if len(a) >= len(b) else (b, a)
+    size = list(long)
+    for d, n in enumerate(short, len(long) - len(short)):
+        if size[d] == 1:
+            size[d] = n
+    return size
+
+
 def four(x: Tensor, size: torch.Size) -> Tensor:
-    """The tensor, expanded to a shape, as four dimensions: a view, unless there are more that strides do not join."""
-    if len(size) <= 4:
-        return x.expand((1,) * (4 - len(size)) + size)
-    return x.expand(size).reshape(math.prod(size[:-3]), *size[-3:])
+    """A tensor that is broadcast to a shape, as four dimensions: a view, unless more do not join, expanded then."""
+    if len(size) > 4:
+        return x.expand(size).reshape(math.prod(size[:-3]), *size[-3:])
+    return x if x.dim() == 4 else x.view(*ONES[x.dim() :], *x.shape)
+
+
+@cache
+def absent(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the kernel gets for the gain that `foh` alone has."""
+    return torch.zeros((0, 0, 0, 0), dtype=dtype, device=device)
 
 
 def check(A: Tensor, delta: Tensor, *, method: str) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the discretization of these makes sense."""
     check_tensor(CALL, "A", A, dtypes=DTYPES)
-    check_tensor(CALL, "delta", delta, dtypes=FLOATING)
+    check_tensor(CALL, "delta", delta)
     if not isinstance(method, str):
         raise TypeError(f"{CALL}: method must be a str, got {type(method).__name__}")
     if method not in METHODS:
         raise ValueError(f"{CALL}: method is {method!r}; allowed: {listing([repr(m) for m in METHODS])}")
-    wanted = REAL_OF.get(A.dtype, A.dtype)
-    if delta.dtype is not wanted:
-        raise TypeError(f"{CALL}: delta has dtype {delta.dtype}, but A has {A.dtype}; allowed: {wanted}")
+    if delta.dtype is not A.dtype and delta.dtype is not REAL_OF.get(A.dtype):
+        raise TypeError(
+            f"{CALL}: delta has dtype {delta.dtype}, but A has {A.dtype}; allowed: {REAL_OF.get(A.dtype, A.dtype)}"
+        )
     if delta.device != A.device:
         raise ValueError(
             f"{CALL}: delta is on {delta.device}, but A is on {A.device}; allowed: the same device for both"
         )
-    for a, d in zip(reversed(A.shape), reversed(delta.shape), strict=False):
-        if a != d and 1 not in (a, d):
+    for a, d in zip(reversed(A.shape), reversed(delta.shape)):  # noqa: B905
+        if a != d and a != 1 != d:
             raise ValueError(
                 f"{CALL}: A is {shape(A)} and delta is {shape(delta)}; allowed: shapes that can be broadcast against "
                 "each other, from the last dimension on equal or 1"

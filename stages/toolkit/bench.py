@@ -51,11 +51,12 @@ def _on_cpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     }
 
 
-def median_ms(call: Callable[[], object], budget: float = 2.0) -> float:
-    """The median of 5 to 50 calls, as many as fit into the budget of seconds."""
+def median_ms(call: Callable[[], object], budget: float = 2.0, trials: int | None = None) -> float:
+    """The median of 5 to 50 calls, as many as fit into the budget of seconds, or of so many trials."""
     call()
     times, start = [], time.perf_counter()
-    while len(times) < 5 or (len(times) < REPEATS and time.perf_counter() - start < budget):
+    least, most = (trials, trials) if trials else (5, REPEATS)
+    while len(times) < least or (len(times) < most and time.perf_counter() - start < budget):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
@@ -112,12 +113,17 @@ def _with_backward(calls: Mapping[str, Callable], inputs: Sequence[Sequence[obje
     both = {name: with_backward(call, grads) for name, call in calls.items()}
     found = {f"{name}both_ms": ms for name, ms in zip(both, in_turn(list(both.values()), inputs), strict=True)}
     for name, call in both.items():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call(*inputs[0])
-        found[f"{name}peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        found[f"{name}peak_bytes"] = peak_bytes(call, inputs[0])
     found["both_ratio"] = found["incumbent_both_ms"] / found["both_ms"]
     return found
+
+
+def peak_bytes(call: Callable, arguments: Sequence[object]) -> int:
+    """The memory of the GPU that a call takes at most beside what is there before it."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(*arguments)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def with_backward(call: Callable, grads: Sequence[Tensor]) -> Callable[..., None]:
@@ -125,7 +131,10 @@ def with_backward(call: Callable, grads: Sequence[Tensor]) -> Callable[..., None
 
     def both(*arguments: object) -> None:
         given = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
-        torch.autograd.grad(outputs(call(*given)), [x for x in given if isinstance(x, Tensor)], grads)
+        # A result that depends on none of them, as a gain of impulses, has no gradient to hand on.
+        some = [(x, g) for x, g in zip(outputs(call(*given)), grads, strict=True) if x.requires_grad]
+        results, own_grads = zip(*some, strict=True)
+        torch.autograd.grad(results, [x for x in given if isinstance(x, Tensor)], own_grads)
 
     return both
 
@@ -138,18 +147,19 @@ def rotated(arguments: Sequence[object]) -> list[tuple[object, ...]]:
     return [tuple(x.clone() if isinstance(x, Tensor) else x for x in arguments) for _ in range(copies)]
 
 
-def in_turn(calls: Sequence[Callable], inputs: Sequence[Sequence[object]]) -> list[float]:
+def in_turn(calls: Sequence[Callable], inputs: Sequence[Sequence[object]], trials: int | None = None) -> list[float]:
     """The median time of each call on the GPU, in ms, by events, over inputs taken in turn.
 
-    Each is called 5 to 50 times after a warm-up, one that is SLOW only FEW times. The calls take turns, a few of the
-    one, a few of the next, so that what drifts meanwhile, the clock and the power, is the same for all.
+    Each is called `trials` times after a warm-up; if that is not said, 5 to 50 times, and one that is SLOW only FEW
+    times. The calls take turns, a few of the one, a few of the next, so that what drifts meanwhile, the clock and the
+    power, is the same for all.
     """
     rotation = itertools.cycle(inputs)
     repeats = []
     for call in calls:
         _event_times(call, rotation, 1)  # builds, loads, allocates
         (ms,) = _event_times(call, rotation, 1)
-        repeats.append(FEW if ms > SLOW else max(5, min(REPEATS, int(1000 / max(ms, 1e-3)))))
+        repeats.append(trials or (FEW if ms > SLOW else max(5, min(REPEATS, int(1000 / max(ms, 1e-3))))))
     for call, count in zip(calls, repeats, strict=True):
         if count > FEW:
             _event_times(call, rotation, count // 5)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stages.families import selective_scan
 from stages.toolkit import (
     accuracy,
     against,
@@ -22,6 +23,7 @@ from stages.toolkit import (
     device,
     diff,
     mutate,
+    profile,
     render,
     triton_kernels,
     verify,
@@ -206,13 +208,16 @@ def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namesp
     return code
 
 
-def until_interrupted(found: Iterable[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], int]:
+def until_interrupted(
+    found: Iterable[dict[str, Any]], name: str, step: str = "sizes"
+) -> tuple[list[dict[str, Any]], int]:
     """The records that are found, or those that were when Ctrl-C came; and the exit code. Progress goes to stderr."""
     records: list[dict[str, Any]] = []
     try:
         for record in found:
-            if not records or records[-1]["sizes"] != record["sizes"]:
-                print(f"{name}: {_sizes(record['sizes'].values())}", file=sys.stderr, flush=True)
+            if not records or records[-1][step] != record[step]:
+                now = _sizes(record[step].values()) if step == "sizes" else record[step]
+                print(f"{name}: {now}", file=sys.stderr, flush=True)
             records.append(record)
     except KeyboardInterrupt:
         return records, fail("interrupted", 130)
@@ -266,6 +271,31 @@ def _beside(records: Sequence[dict[str, Any]], sizes: str) -> str:
         ]
         rows.append((_sizes(r["sizes"].values()), *map(_figure, values)))
     return render.table(header, rows, "<" + ">" * len(columns))
+
+
+def profile_methods(options: argparse.Namespace) -> int:
+    where = pick_device(options.device)
+    sizes = {
+        name: count_of(f"--{name}", given) if (given := getattr(options, name)) else standard
+        for name, standard in profile.DEFAULT[where].items()
+    }
+    if sizes["dstate"] > (most := selective_scan.MOST_STATES):
+        raise UsageError(f"--dstate {sizes['dstate']}: allowed: at most {most} states a channel")
+    trials = count_of("--n-trials", options.n_trials) if options.n_trials else profile.TRIALS[where]
+    methods = options.methods.split(",") if options.methods else profile.METHODS
+    if unknown := [method for method in methods if method not in profile.METHODS]:
+        raise UsageError(f"--methods {','.join(unknown)}: allowed: {', '.join(profile.METHODS)}")
+    dtype = dtype_of(load(selective_scan.FASTEST[0]), options.dtype)
+    found = profile.measure(sizes, dtype, where, list(dict.fromkeys(methods)), trials)
+    records, code = until_interrupted(found, "profile", "method")
+    if not records:
+        return code
+    if options.plot:
+        profile.plot(records, options.plot)
+    print(json.dumps(records, indent=1) if options.json else profile.text(records))
+    if options.plot and not options.json:
+        print(f"\nplot: {options.plot}")
+    return code
 
 
 def chapter_table(options: argparse.Namespace) -> int:
@@ -348,6 +378,12 @@ def sizes_of(stage: Stage, text: str) -> dict[str, int]:
         count = f"{len(wanted)} whole number{'s' if len(wanted) > 1 else ''}"
         raise UsageError(f"--size {text}: allowed: {count}, {','.join(wanted)} of {stage.family.CALL}")
     return stage.sizes(tuple(map(int, values)))
+
+
+def count_of(option: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"{option} {text}: allowed: a whole number from 1 on")
+    return int(text)
 
 
 def option_of(text: str) -> tuple[str, object]:
@@ -484,6 +520,32 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
     sub.add_argument("--dtype", default="float32", help="default: float32")
     sub.add_argument("--option", action="append", help="compare stages with time_dim=2, for example; may be repeated")
+    sub.add_argument("--json", action="store_true", help="the records as JSON")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
+    add_device(sub)
+
+    sub = command(
+        "profile",
+        profile_methods,
+        "measure the methods of discretization: their coefficients alone, and in the selective scan",
+        "profile --dim 256 --seqlen 512 --methods zoh,bilinear --plot profile.png",
+        "On a GPU: medians of CUDA events over rotated inputs, beside torch's formulation, compiled, and, for\n"
+        "mamba, Mamba's kernel, where mamba_ssm is installed. Without one: what the CPU device itself costs,\n"
+        "beside torch on the CPU. Forward alone, and forward and backward. Ctrl-C leaves what was measured.",
+    )
+    for option, what in (
+        ("batch", "sequences"),
+        ("dim", "channels"),
+        ("seqlen", "steps of a sequence"),
+        ("dstate", f"states of a channel, at most {selective_scan.MOST_STATES}"),
+    ):
+        on_cpu, on_gpu = (profile.DEFAULT[device][option] for device in ("cpu", "cuda"))
+        default = f"{on_gpu} on a GPU, else {on_cpu}" if on_gpu != on_cpu else on_cpu
+        sub.add_argument(f"--{option}", metavar="N", help=f"{what}; default: {default}")
+    default = f"{profile.TRIALS['cuda']} on a GPU, else {profile.TRIALS['cpu']}"
+    sub.add_argument("--n-trials", metavar="N", help=f"calls that the median is of; default: {default}")
+    sub.add_argument("--methods", help=f"some of {', '.join(profile.METHODS)}; default: all")
+    sub.add_argument("--dtype", default="float32", help="default: float32")
     sub.add_argument("--json", action="store_true", help="the records as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")
     add_device(sub)

@@ -18,13 +18,14 @@ def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) 
 
     Every family allocates here and nowhere else, so that a test can have all outputs filled with NaN before the call.
     """
-    # Sizes one by one: a torch.Size takes torch twice as long to read.
-    return like.new_empty(*shape) if dtype is None else like.new_empty(*shape, dtype=dtype)
+    # Sizes one by one: a torch.Size takes torch twice as long to read. Of none it asks for a shape.
+    sizes = shape or ((),)
+    return like.new_empty(*sizes) if dtype is None else like.new_empty(*sizes, dtype=dtype)
 
 
 def zeros(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
     """Scratch memory that a kernel finds filled with zeros, on the device of `like`."""
-    return like.new_zeros(*shape, dtype=dtype)
+    return like.new_zeros(*(shape or ((),)), dtype=dtype)
 
 
 def nothing(shape: Sequence[int], like: Tensor) -> Tensor:
