@@ -12,12 +12,13 @@
 // Mapping   block: CH channels of one batch, all T steps.  thread: S states of channel threadIdx % CH. So the lanes of a
 //           warp have the same states of different channels, and one number of B and of C is loaded for all of them.
 //           While a tile of TILE steps is walked, the next one comes by asynchronous copies.
-// Cost      float32 without z, T = 32 L, n = 4 P, d a multiple of CH = max(64 / P, 8), W = P CH / 32 warps; a block
-//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 64 W   store sectors  4 L CH + 64 W
-//             shared loads         L (2 CH + 2 n + CH P + 192 W)          stores         L (2 CH + 2 n + 32 W) wavefronts
+// Cost      float32 without z, T = 32 L, n = 2 P <= 16, d a multiple of CH = 128 / P, W = P CH / 32 warps; a block
+//             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 32 W   store sectors  4 L CH + 32 W
+//             shared loads         L (2 CH + 2 n + CH P + 128 W)          stores         L (2 CH + 2 n + 32 W) wavefronts
 //             copies               L (2 CH + 2 n)                         barriers       2 L + 2
-//           of which there are B d / CH. Each number is read once, but B and C once a block. The walk takes five
-//           instructions and an exponential for a state and step, all else, with n = 16, three more.
+//           of which there are B d / CH. Each number is read once, but B and C once a block. With twice the states a lane
+//           (S = 4, which many channels get) the walk takes seven instructions for a state and step, one of them an
+//           exponential; all else, with n = 16, as many.
 // Limits    Channels one beside the other: few of them leave much of the card idle, however long they are. A channel has
 //           at most 256 states. Of a group of fewer channels than CH the other lanes have nothing to do.
 // Run       python -m stages run 51

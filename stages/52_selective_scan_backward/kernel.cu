@@ -15,7 +15,7 @@
 // Mapping   walk: as in stage 51.  gradients, block: a chunk of time, and every `parts`-th ROWS of the channels that have
 //           the same B and C.  warp: OF_WARP states of a channel, two at a time.  half a warp: a chunk of a state.
 //           lane: LENGTH steps. Sums over states: the lane's own, then those of 2 WARPS halves in shared memory, in order.
-// Cost      Forward, float32 without z, T = 32 L, n = 2 P, d a multiple of CH = max(128 / P, 8), W = P CH / 32; a block
+// Cost      Forward, float32 without z, T = 32 L, n = 2 P <= 16, d a multiple of CH = 128 / P, W = P CH / 32; a block
 //             global load sectors  8 L (CH + n) + (W + 1) CH / 8 + 32 W     store sectors  4 L CH + 32 W
 //             barriers             2 L + 2                                  copies         2 L (CH + n)
 //           of which there are B d / CH. Backward: a state and step takes two exponentials, one on the walk back and one

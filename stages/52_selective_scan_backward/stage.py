@@ -21,13 +21,14 @@ def states_of_a_lane(u: Tensor, A: Tensor) -> int:
 
 
 def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Counts:
-    """The forward, of all methods, where B and C vary and there are no gates; of few channels, with 4 states a lane."""
+    """The forward, of all methods, where B and C vary and there are no gates; of few channels, with 2 states a lane."""
     double = itemsize == 8
-    size, of_a_lane, parts = (8, 2, 2) if double else (4, 4, 1)  # of a number; parts of 16 bytes of FOUR of them
+    size, of_a_lane, parts = (8, 2, 2) if double else (4, 2, 1)  # of a number; parts of 16 bytes of FOUR of them
     steps, lanes = 128 // size, n // of_a_lane
-    channels = max(64 // lanes, min(8, 256 // lanes))
+    channels = max(128 // lanes, min(8, 256 // lanes))
     warps, blocks, tiles, fours = lanes * channels // 32, B * d // channels, T // steps, steps // FOUR
-    of_states = warps * of_a_lane  # requests for A, and for the last states, 16 sectors each
+    of_states = warps * of_a_lane  # requests for A, and for the last states
+    each = 16 if double else min(16, channels)  # sectors
     copied = 2 * (channels + n) * steps * itemsize  # bytes a tile, of u and delta, B and C
     of_u, of_b = 2 * channels * fours // 32, 2 * n * fours // 32  # requests to turn that, for FOUR steps each
     sums = of_u // 2 * lanes
@@ -40,12 +41,12 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, **options: str) -> Count
         turned, twice = 4 * parts * (of_u + of_b), 0
     if double:  # lanes that lie 32 bytes apart meet in the banks twice
         twice += warps * fours * 16 + sums * 8
-    walked = warps * fours * (8 * parts * parts + 16)  # dt and u, and for each step B and C
+    walked = warps * fours * (8 * parts * parts + 8 * parts)  # dt and u, and for each step B and C
     return Counts(
         load_requests=blocks * (warps + of_states + 1 + tiles * copied // 512),
-        load_sectors=blocks * ((warps + 1) * channels * size // 32 + 16 * of_states + tiles * copied // 32),
+        load_sectors=blocks * ((warps + 1) * channels * size // 32 + each * of_states + tiles * copied // 32),
         store_requests=blocks * (of_states + tiles * parts * of_u // 2),
-        store_sectors=blocks * (16 * of_states + tiles * parts * channels * steps * itemsize // 32),
+        store_sectors=blocks * (each * of_states + tiles * parts * channels * steps * itemsize // 32),
         shared_load_wavefronts=blocks * tiles * (turned + walked + sums * 4 * parts * parts),
         shared_load_conflicts=blocks * tiles * twice,
         shared_store_wavefronts=blocks * tiles * 4 * parts * (parts * (of_u + warps * fours) + of_b),
