@@ -15,7 +15,17 @@ import torch
 from conftest import XRAYED
 
 import stages
-from stages.families import adaptive_unitary, axpy, discretization, matmul, qkv, scan, selective_scan, vlstm
+from stages.families import (
+    adaptive_unitary,
+    axpy,
+    discretization,
+    matmul,
+    matrix_discretization,
+    qkv,
+    scan,
+    selective_scan,
+    vlstm,
+)
 from stages.toolkit import build, kernels, operator, stage, verify, xray
 
 NAMES = stages.names()
@@ -58,7 +68,20 @@ def test_importing_the_package_takes_little_more_than_torch():
 
 @pytest.mark.parametrize(
     "item",
-    [stages, stage, xray, adaptive_unitary, axpy, discretization, matmul, qkv, scan, selective_scan, vlstm],
+    [
+        stages,
+        stage,
+        xray,
+        adaptive_unitary,
+        axpy,
+        discretization,
+        matmul,
+        matrix_discretization,
+        qkv,
+        scan,
+        selective_scan,
+        vlstm,
+    ],
     ids=lambda item: item.__name__,
 )
 def test_the_examples_in_docstrings_run(item):

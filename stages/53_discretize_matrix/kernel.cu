@@ -16,7 +16,7 @@
 //           moves once: n (n + m) / 8 sectors a matrix are loaded, as many are stored, m twice with foh.
 //             wavefronts of a warp  n (N + 16) / 8 loads a product, N a matrix that lanes add piece by piece, and
 //                                   N stores a result; zoh: 10 products, 9 added, 11 stored, foh: 14, 14 and 15
-//                                   bilinear: n (3 n + 4) / 4 loads, 4 n (3 n + 4) / N stores of pivot rows
+//                                   bilinear: n (3 n + 8) / 4 loads, 4 n (3 n + 4) / N + n stores of pivot rows
 //           and some for rows on their way from and to memory: all of it is `cost` in stage.py.
 // Limits    A product of 16 x 16 reads a word of shared memory for two multiplications: both are busy. With m = 1 the
 //           last one, by B, has N columns nevertheless.
@@ -220,6 +220,9 @@ __device__ __forceinline__ unsigned magnitude(double x) { return unsigned(__doub
 // M^-1, by Gauss and Jordan: of [M | 1] a lane has a row. In each step the row whose first entry is the largest of
 // those that have not had their turn is taken out of all others, and all move on by a column. What is left of M is a
 // pivot a row, and beside them is M^-1. Its error is that of an LU factorization, |M| |M^-1| roundings.
+//
+// A lane leaves the identity out of both its rows: in column r there is 1 more than it has. What a step takes from
+// entries near 1 is often small, and would lose its last digits there, in each step once more.
 // grid (ceil(batch N / 32)), block (32)
 template <typename T, int N>
 __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch, n, n]
@@ -240,25 +243,26 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
   T norm;
   const T dt = step_of(own, delta, column, norm);
   column.template put<false>(own, square, dt / 2);
-  T m[N], x[N];
+  T m[N], x[N];  // less the identity
   UNROLL
   for (int j = 0; j < N; j += W) {
     const auto part = load_vector<W>(&square.at[r][j]);
     UNROLL
-    for (int i = 0; i < W; ++i) x[j + i] = r == j + i, m[j + i] = x[j + i] - part[i];
+    for (int i = 0; i < W; ++i) m[j + i] = -part[i], x[j + i] = 0;
   }
 
   T pivot = 1;
   int from = r;       // whose row will be this lane's
   bool waits = true;  // for the row's turn, which rows past n do not get: they have zeros where pivots would be
   for (int k = 0; k < n; ++k) {
-    unsigned best = waits ? magnitude(m[0]) | (31u ^ unsigned(r)) : 0;  // of equal ones the first
+    const T first = m[0] + T(r == k);
+    unsigned best = waits ? magnitude(first) | (31u ^ unsigned(r)) : 0;  // of equal ones the first
     for (int flip = N / 2; flip; flip /= 2) best = max(best, __shfl_xor_sync(ALL, best, flip));
     const int chosen = int(31u ^ (best & 31u));
     if (r == k) from = chosen;
-    const T of_chosen = __shfl_sync(ALL, m[0], chosen, N);
+    const T of_chosen = __shfl_sync(ALL, first, chosen, N);
     if (r == chosen) {
-      waits = false, pivot = m[0];
+      waits = false, pivot = first;
       UNROLL
       for (int j = 0; j < N; j += W) {
         Vector<T, W> of_m, of_x;
@@ -267,9 +271,11 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
         if (j < n - k) store_vector(&line[j], of_m);
         if (j < n) store_vector(&line[N + j], of_x);
       }
+      if (r > k) line[r - k] += 1;  // others get it with the identity
+      line[N + r] += 1;
     }
     __syncwarp();  // the row is there before anyone reads
-    const T factor = r == chosen ? 0 : m[0] / of_chosen;
+    const T factor = r == chosen ? 0 : first / of_chosen;
     UNROLL
     for (int j = 0; j < N; j += W) {
       if (j < n - k) {  // of M this many columns are left
@@ -294,7 +300,7 @@ __global__ void __launch_bounds__(32) invert(View<const T, 3> A,      // [batch,
   for (int j = 0; j < N; j += W) {
     Vector<T, W> part;
     UNROLL
-    for (int i = 0; i < W; ++i) part[i] = __shfl_sync(ALL, x[j + i] * reciprocal, from, N);
+    for (int i = 0; i < W; ++i) part[i] = __shfl_sync(ALL, (x[j + i] + T(r == j + i)) * reciprocal, from, N);
     store_vector(&square.at[r][j], part);
   }
   __syncwarp();  // all rows are there

@@ -25,7 +25,10 @@ def cost(batch: int, n: int, m: int, itemsize: int, *, method: str) -> Counts:
     if method == "bilinear":
         chunks = n * (n * wide // 4 + 1) // 2 + n * n * wide // 4  # of 16 bytes: what is left of M, and all of X
         products, pieces_put, pieces_read = len(widths), len(widths), 0
-        extra_loads, extra_stores, extra_conflicts = 2 * chunks + 2 * piece, chunks * 32 // size + 2 * piece, piece
+        # The 1 of each pivot row: a word of each matrix of the warp.
+        extra_loads = 2 * chunks + 2 * piece + n
+        extra_stores = chunks * 32 // size + 2 * piece + n * (1 if size == 32 else wide)
+        extra_conflicts = piece
     else:
         blocks = 5 if wide == 2 else 3
         products = blocks + (9 if foh else 6) + outputs * len(widths)
@@ -52,6 +55,6 @@ stage = Stage(
     cost=cost,
     aligned=(4, 8, 8),
     registers=255,  # in double, of 32 x 32
-    spills=True,  # there, of the backward, a few words outside of the products
+    spills=True,  # of 32 x 32 on sm_90, of the backward: a few words outside of the products
     options=tuple({"method": method} for method in matrix_discretization.METHODS),
 )
