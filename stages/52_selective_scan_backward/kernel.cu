@@ -1048,8 +1048,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
                 of_b[r][k] = of_b[r][k] + of_taken * input[k];
               }
             }
-            if constexpr (M ==
-                          Method::foh) {  // the first step's, to the segment before; the last one's come from behind
+            if constexpr (LOOKS_BACK<M>) {  // the first step's, to the segment before; the last one's come from behind
               passed = from_before<true>(passed, 1);
               if (segment == SEGMENTS - 1) passed = of_end(LATER);
               by_input[K - 1] = add_seen(by_input[K - 1], conj(b[K - 1]), passed);
