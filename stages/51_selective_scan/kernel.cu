@@ -152,6 +152,17 @@ __device__ __forceinline__ T silu(T x) {
   return x * reciprocal(T(1) + power(-x * PER_E<T>));
 }
 
+// A_bar. Of the two methods that divide it is 1 + A gain: near 1, where it counts for long what a step forgets, it is
+// rounded once. Near 0, which backward_euler's is in large steps, it is not.
+template <Method M, typename N>
+__device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
+  if constexpr (M == Method::bilinear) return multiply_add(a, by.gain, N(1));
+  if constexpr (M == Method::backward_euler) {
+    return within(a * by.gain, Real<N>(0.5)) ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+  }
+  return by.a_bar;
+}
+
 // body.operator()<L>() with the method L, which is M unless that is ANY.
 template <typename Body>
 NOINLINE __device__ auto with_any(Method method, const Body& body) {
@@ -195,9 +206,7 @@ struct State {
         h = multiply_add(by.a_bar, h, multiply_add(by.gain, taken, by.previous * before));
         before = taken;
       } else {
-        // A_bar = 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
-        const N a_bar = M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
-        h = multiply_add(a_bar, h, by.gain * u * b);
+        h = multiply_add(left_of<M>(a, by), h, by.gain * u * b);
       }
     }
   }

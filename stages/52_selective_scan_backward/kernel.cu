@@ -181,10 +181,15 @@ __device__ __forceinline__ auto by_method(Method method, const Body& body) {
   else return body.template operator()<M>();
 }
 
-// A_bar. Of bilinear it is 1 + A gain: near 1, where it counts for long what a step forgets, it is rounded once.
+// A_bar. Of the two methods that divide it is 1 + A gain: near 1, where it counts for long what a step forgets, it is
+// rounded once. Near 0, which backward_euler's is in large steps, it is not.
 template <Method M, typename N>
 __device__ __forceinline__ N left_of(N a, const Coefficients<N>& by) {
-  return M == Method::bilinear ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+  if constexpr (M == Method::bilinear) return multiply_add(a, by.gain, N(1));
+  if constexpr (M == Method::backward_euler) {
+    return within(a * by.gain, Real<N>(0.5)) ? multiply_add(a, by.gain, N(1)) : by.a_bar;
+  }
+  return by.a_bar;
 }
 
 // ---- a state --------------------------------------------------------------------------------------------------------
@@ -1055,7 +1060,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
               of_b[r][K - 1] = of_b[r][K - 1] + passed * input[K - 1];
             }
             of_a = over_lanes<SEGMENTS>(of_a);
-            if (segment == 0) ends[(PULL * ROWS + row) * of_pass + j] = of_a;  // which nobody else reads
+            if (segment == 0) ends[(OF_A * ROWS + row) * of_pass + j] = of_a;
           }
           const auto over_time = [&](N(&values)[R][K], const View<N, 5>& dx) {
             UNROLL
@@ -1140,7 +1145,7 @@ __global__ void __launch_bounds__(32 * WARPS, sizeof(N) == 4 ? GRADIENT_BLOCKS :
 #pragma unroll 1
       for (int i = threadIdx.x; i < rows * of_pass; i += 32 * WARPS) {
         const int j = state0 + i % of_pass;
-        if (j < count) carried(chunk, batch, channel0 + i / of_pass, j) = ends[PULL * ROWS * of_pass + i];
+        if (j < count) carried(chunk, batch, channel0 + i / of_pass, j) = ends[OF_A * ROWS * of_pass + i];
       }
       if (plan.passes > 1 || piece + plan.parts >= plan.pieces) {
         move_sums(of_b, to_b, dB.stride[3], pass, true), move_sums(of_c, to_c, dC.stride[3], pass, true);
@@ -1245,7 +1250,7 @@ GradientPlan plan_gradients(const AnyView<3>& u, int states, const AnyView<4>& B
   plan.outer = take(ROWS * ROW, sizeof(T)), plan.gates = gated ? take(ROWS * ROW, sizeof(T)) : 0;
   plan.b = take(of_pass * (B.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
   plan.c = take(of_pass * (C.size[3] == 1 ? ROWS * FOUR : ROW), sizeof(N));
-  plan.ends = take(4 * ROWS * of_pass, sizeof(N));
+  plan.ends = take(5 * ROWS * of_pass, sizeof(N));
   plan.sums = take(TURN * plan.at_once * kinds * 2 * plan.of_states * CHUNK<N>, sizeof(T));
   plan.totals = plan.passes > 1 ? take(kinds * ROWS * ROW, sizeof(T)) : 0;
   return plan;
