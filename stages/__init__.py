@@ -24,7 +24,6 @@ from stages.toolkit.stage import Stage, load, names
 FUNCTIONS = {  # and the modules of stages.families that they come from
     "axpy": "axpy",
     "discretize": "discretization",
-    "discretize_matrix": "matrix_discretization",
     "matmul": "matmul",
     "qkv": "qkv",
     "scan": "scan",

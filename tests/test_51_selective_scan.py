@@ -18,12 +18,10 @@ class TestSelectiveScan(SelectiveScanCases):
     odd = (2, 5, 7, 37)
     small = (2, 3, 2, 5)
 
-    def test_the_error_names_the_stage_that_has_a_backward(self):
+    def test_there_is_no_backward_and_an_error_says_so(self):
         arguments = problem((1, 2, 3, 20), torch.float32)
         y = self.stage.function(**{name: x.requires_grad_() for name, x in arguments.items()})
-        with pytest.raises(
-            NotImplementedError, match=r"selective_scan has no backward; stage 52 has one: stages\.load"
-        ):
+        with pytest.raises(NotImplementedError, match="selective_scan has no backward"):
             y.sum().backward()
 
     @pytest.mark.parametrize("states", [5, 16, 33])

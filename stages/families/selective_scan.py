@@ -170,7 +170,7 @@ def define(
 
     def differentiate(ctx, dy: Tensor | None, dlast: Tensor | None, _states) -> tuple[Tensor | None, ...]:
         if not backward:
-            raise NotImplementedError(f"stages::{name} has no backward; stage 52 has one: stages.load('52').{NAME}")
+            raise NotImplementedError(f"stages::{name} has no backward")
         if dy is None and dlast is None:
             return (None,) * 12
         *tensors, initial_state, states = ctx.saved_tensors
@@ -301,7 +301,7 @@ def define(
                 wrong type.
             ValueError: A tensor has another number of dimensions, the sizes do not fit each other, the devices differ,
                 or the method is unknown.
-            NotImplementedError: The stage has no backward. The text names the stage that has one.
+            NotImplementedError: Gradients are asked of a stage that has no backward.
             KernelFault: The CPU device caught the kernel doing what it may not.
 
         Example:
@@ -337,7 +337,7 @@ def in_groups(x: Tensor, u: Tensor) -> Tensor:
 @cache
 def absent(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What the kernel gets for an argument that is not there."""
-    return torch.empty((0,) * rank, dtype=dtype, device=device)
+    return torch.zeros((0,) * rank, dtype=dtype, device=device)
 
 
 def present(
@@ -472,7 +472,7 @@ def check_one(name: str, value: object, rank: int, dtypes: Sequence[torch.dtype]
     raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {device}; allowed: the same for both")
 
 
-FASTEST = ("52_selective_scan_backward",)
+FASTEST = ("51_selective_scan",)
 
 
 def choose(
@@ -659,7 +659,7 @@ def incumbent(
     if not return_last_state:
         return y
     if not seq:
-        return y, h.new_zeros((batch, *A.shape)) if initial_state is None else initial_state.clone()
+        return y, torch.zeros((batch, *A.shape)).to(h) if initial_state is None else initial_state.clone()
     return y, h[..., -1].clone()
 
 

@@ -55,7 +55,8 @@ def measure(
                 problem = {**problem, "D": problem["d"], "N": problem["n"]}
             arguments = family.make(problem, dtype, device, **option)
             formula = bench.compiled(family.incumbent) if device == "cuda" else family.incumbent
-            calls = {OWN: load(family.FASTEST[0]).function, TORCH: formula}
+            stage = load(family.FASTEST[0])
+            calls = {OWN: stage.function, TORCH: formula}
             calls = {by: partial(call, **option) for by, call in calls.items()}
             missing: dict[str, str] = {}
             if method == "mamba" and part == "scan":
@@ -68,7 +69,9 @@ def measure(
                 large = [TORCH, OWN][: 2 if part == "coefficients" else 1]
                 calls = {by: call for by, call in calls.items() if by not in large}
                 missing |= dict.fromkeys(large, FULL)
-            found = times(calls, arguments, device, trials) | {by: {"missing": text} for by, text in missing.items()}
+            found = times(calls, arguments, device, trials, both=stage.gradients) | {
+                by: {"missing": text} for by, text in missing.items()
+            }
             for by, record in found.items():
                 yield here | {"method": method, "part": part, "by": by} | record
 
@@ -94,25 +97,28 @@ def mamba(device: str) -> Callable:
 
 
 def times(
-    calls: Mapping[str, Callable], arguments: Sequence[object], device: str, trials: int
+    calls: Mapping[str, Callable], arguments: Sequence[object], device: str, trials: int, both: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """What each call takes, forward and with its backward; or what keeps it from running, as its `missing`."""
+    """What each call takes, forward and, if `both`, with its backward; or what keeps it from running, as `missing`."""
     found: dict[str, dict[str, Any]] = {by: {} for by in calls}
     inputs = bench.rotated(arguments) if device == "cuda" else [arguments]
     timed: dict[str, dict[str, Callable]] = {"ms": dict(calls), "both_ms": {}}
     with bench.float32_products():
         for by, call in calls.items():
             try:
-                both = bench.with_backward(call, [torch.randn_like(x) for x in outputs(call(*arguments))])
-                both(*arguments)  # builds and compiles
+                results = outputs(call(*arguments))
+                if both:
+                    call = bench.with_backward(call, [torch.randn_like(x) for x in results])
+                    timed["both_ms"][by] = call
+                    call(*arguments)  # builds and compiles
                 if device == "cuda":
-                    found[by]["peak_bytes"] = bench.peak_bytes(both, arguments)
-                timed["both_ms"][by] = both
+                    found[by]["peak_bytes"] = bench.peak_bytes(call, arguments)
             except (RuntimeError, NotImplementedError) as error:
                 if not (by == MAMBA or full(error)):
                     raise
                 found[by] = {"missing": FULL if full(error) else str(error).partition("\n")[0]}
-                del timed["ms"][by]
+                for some in timed.values():
+                    some.pop(by, None)
                 if device == "cuda":
                     torch.cuda.empty_cache()
         for key, some in timed.items():
