@@ -30,13 +30,6 @@
 #define UNROLL _Pragma("GCC unroll 64")
 #endif
 
-// A function that is called and not copied to where it is called: less to compile, where speed does not matter.
-#if defined(__CUDACC__)
-#define NOINLINE __noinline__
-#else
-#define NOINLINE __attribute__((noinline))
-#endif
-
 template <typename A, typename B>
 __host__ __device__ constexpr int64_t ceil_div(A value, B divisor) {
   return (int64_t(value) + int64_t(divisor) - 1) / int64_t(divisor);

@@ -32,6 +32,13 @@
 #include "common/device.h"
 #include "common/phi.h"
 
+// A function that is called and not copied to where it is called: less to compile, where speed does not matter.
+#if defined(__CUDACC__)
+#define NOINLINE __noinline__
+#else
+#define NOINLINE __attribute__((noinline))
+#endif
+
 enum class Method { mamba, zoh, foh, bilinear, highorder, poly, rk4, dirac, backward_euler };
 
 // dispatch_method("zoh", [&]<Method METHOD>() { ... }) calls the body for the method of that name.

@@ -140,9 +140,9 @@ class SelectiveScanCases(StageCases):
     ) -> None:
         """With the reference on the same, rounded arguments.
 
-        The gradient of delta_bias is the sum of those of delta: its error is measured by their magnitudes, which cancel.
-        Another gradient that is a sum of many of both signs may be as far off as the same formula in torch, and half as
-        much. So may results that are `long` in coming about: thousands of steps, each with its rounded exponential.
+        The gradient of delta_bias is the sum of those of delta, in which much cancels: its error is measured by their
+        magnitudes. Another gradient that is a sum of many of both signs may be as far off as the same formula in torch,
+        and half as much. So may results that are `long` in coming about: thousands of steps, each with an exponential.
         """
         wide = {name: None if x is None else widened(x) for name, x in arguments.items()}
         found = self.results(arguments, None, softplus, method)
