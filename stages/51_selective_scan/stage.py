@@ -89,6 +89,7 @@ stage = Stage(
     cost=cost,
     aligned=(1, 16, 16, 64),
     registers=255,
+    spills=True,  # 8 bytes of backward_euler with 4 states a lane; double calls a function, which needs a stack
     dtypes=FLOATING + COMPLEX,
     options=tuple({"discretization_method": method} for method in ("mamba", "foh", "bilinear")),  # one of each kind
     gradients=False,
