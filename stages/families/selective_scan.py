@@ -50,6 +50,7 @@ from stages.families import (
     unit_roundoff,
     widened,
 )
+from stages.families.discretization import phi
 from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
@@ -536,17 +537,6 @@ def make(
     return u, delta, A, B, C, D.to(sums), z, delta_bias.to(sums), True, True
 
 
-def phi(order: int, z: Tensor) -> Tensor:
-    """phi_1 = (e^z - 1) / z and phi_2 = (e^z - 1 - z) / z^2, near 0 by their series; in float64 or complex128."""
-    small = z.abs() < 1
-    near, far = torch.where(small, z, 0), torch.where(small, 1, z)
-    series = torch.zeros_like(z)
-    for k in reversed(range(20)):
-        series = series * near + 1 / math.factorial(k + order)
-    closed = (far.exp() - 1) / far if order == 1 else (far.exp() - 1 - far) / far**2
-    return torch.where(small, series, closed)
-
-
 def discretized(A: Tensor, dt: Tensor, method: str) -> tuple[Tensor, Tensor | None, Tensor]:
     """A_bar, the factor of the input before (foh alone) and that of the input, for dt [T, B, d, 1] and A [d, n]."""
     z = dt * A
@@ -556,10 +546,11 @@ def discretized(A: Tensor, dt: Tensor, method: str) -> tuple[Tensor, Tensor | No
     if method == "backward_euler":
         return 1 / (1 - z), None, dt / (1 - z)
     if method == "foh":
-        return z.exp(), dt * (phi(1, z) - phi(2, z)), dt * phi(2, z)
+        newer = phi(2, z, z.exp())
+        return z.exp(), dt * (phi(1, z, z.exp()) - newer), dt * newer
     gain = {
         "mamba": lambda: dt * one,
-        "zoh": lambda: dt * phi(1, z),
+        "zoh": lambda: dt * phi(1, z, z.exp()),
         "highorder": lambda: dt * (1 + z / 2),
         "poly": lambda: dt * (1 + z / 2 + z**2 / 6),
         "rk4": lambda: dt * (1 + z / 2 + z**2 / 6 + z**3 / 24),
