@@ -89,24 +89,15 @@ INCUMBENT, COMPILED = "torch.compile(formula)", True  # in torch, a tree of pair
 METHODS = ("mamba", "zoh", "foh", "bilinear", "highorder", "poly", "rk4", "dirac", "backward_euler")
 SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
-BLOCKS = {"cpu": 2, "cuda": 396}  # of the backward, if there are so many channels: they share those of a piece of time
-ROWS = 8  # channels that a block of the backward has in shared memory
+CHUNK = 128  # steps between those before which the states are kept for the backward
+BLOCKS = {"cpu": 2, "cuda": 792}  # of the backward, if there are so many channels: they share those of a chunk of steps
+AT_ONCE = 32  # states of 4 bytes that a launch of the backward has
+WARPS = 2  # of a block of it, which have sums of D's gradient and of delta_bias' each
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
     """How many states of a channel a lane of a stage's kernel has, unless the stage says something else."""
     return 4
-
-
-def chunk(A: Tensor) -> int:
-    """How many steps lie between those before which the states are kept for the backward."""
-    return 32 if A.dtype is torch.complex128 else 128
-
-
-def channels_at_once(A: Tensor) -> int:
-    """How many channels the 4 warps of a block of the backward have at once, which have 4 or 2 states of one each."""
-    of_warp = 4 if A.dtype is torch.float32 else 2
-    return 4 // next(warps for warps in (1, 2, 4) if warps == 4 or warps * of_warp >= A.shape[1])
 
 
 def define(
@@ -160,7 +151,7 @@ def define(
         save=True,
     ) -> tuple[Tensor, ...]:
         of_states = (u.shape[0], *A.shape)
-        chunks = -(-u.shape[2] // chunk(A)) if save else 0
+        chunks = -(-u.shape[2] // CHUNK) if save else 0
         y = operator.empty(u.shape, like=u)
         return y, operator.empty(of_states, like=A), operator.empty((chunks, *of_states), like=A)
 
@@ -189,32 +180,33 @@ def define(
             return tuple(x.zero_() for x in fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias))
         by_group = [in_groups(x, u) for x in (B, C)]
         # What is summed over time, batches or channels is so in places of its own, which are added up in order.
-        chunks, segment, foh = -(-seq // chunk(A)), chunk(A) // 16, METHODS[method] == "foh"
+        chunks, foh, states_of_all = -(-seq // CHUNK), METHODS[method] == "foh", A.shape[1]
         carried = operator.empty(((1 + foh) * chunks, batch, *A.shape), like=A)
         in_group = [channels if x.shape[3] == 1 else channels // x.shape[1] for x in by_group]
         share = math.gcd(*in_group)
-        blocks = max(1, chunks * batch * (channels // share))
-        parts = max(1, min(-(-share // ROWS), BLOCKS[u.device.type] // blocks))
-        at_once = channels_at_once(A)
+        parts = max(1, min(share, BLOCKS[u.device.type] // max(1, chunks * batch * (channels // share))))
         of_bc = [
             operator.empty(
                 (chunks, batch, *A.shape, 1)
                 if x.shape[3] == 1
-                else (n // share * parts * at_once, *x.shape[:3], -(-seq // segment) * segment),
+                else (n // share * parts, *x.shape[:3], chunks * CHUNK),
                 like=A,
             )
             for x, n in zip(by_group, in_group, strict=True)
         ]
+        sums = accumulator(u.dtype)
         of_d, of_bias = (
-            operator.empty((0, 0, 0) if x is None else (chunks, batch, channels), like=u, dtype=accumulator(u.dtype))
+            operator.empty((0, 0, 0) if x is None else (WARPS * chunks, batch, channels), like=u, dtype=sums)
             for x in (D, delta_bias)
         )
+        # The sums over states, if it takes more than one launch to come to all of them.
+        several = states_of_all > AT_ONCE * 4 // A.element_size()
+        so_far = operator.empty((2 if z is None else 3, *u.shape) if several else (0, 0, 0, 0), like=u, dtype=sums)
         D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
         du, ddelta, dz, dinitial = (operator.empty(x.shape, like=x) for x in (u, delta, z, dlast))
         given = (dy, dlast, u, delta, A, *by_group, D, z, delta_bias, states)
-        scratch = (du, ddelta, dz, dinitial, carried, *of_bc, of_d, of_bias)
-        options = (softplus, method, parts, states_of_a_lane(u, A))
-        kernels.launch("selective_scan_backward", u.device, *given, *scratch, *options)
+        scratch = (du, ddelta, dz, dinitial, carried, *of_bc, of_d, of_bias, so_far)
+        kernels.launch("selective_scan_backward", u.device, *given, *scratch, softplus, method, parts)
         dbc = []
         for x, parts_of_x in zip((B, C), of_bc, strict=True):
             if x.dim() == 2:
@@ -474,7 +466,7 @@ def check_one(name: str, value: object, rank: int, dtypes: Sequence[torch.dtype]
     raise ValueError(f"{CALL}: {name} is on {value.device}, but u is on {device}; allowed: the same for both")
 
 
-FASTEST = ("51_selective_scan",)
+FASTEST = ("52_selective_scan_backward",)
 
 
 def choose(

@@ -1,0 +1,718 @@
+// Stage 52: the gradients of the selective scan
+//
+// Problem   Stage 51, and from the gradients dy [B, d, T] of y and dlast [B, d, n] of the last state those of u, delta,
+//           A, B, C, D, z, the bias and the initial state. With g[t] what the loss gives to h[t] in all, of the real
+//             g[t] = C[t] dy[t] + A_bar[t + 1] g[t + 1],  dC[t] = sum over channels dy[t] h[t],  q[t] = gain[t] g[t]
+//             dB[t] = sum over channels u[t] q[t],  du[t] = sum over states B[t] q[t],  dA and ddt by the derivatives
+//             of A_bar, which g[t] h[t - 1] counts for, and of gain, which g[t] B[t] u[t] does.
+// Before    Stage 51 keeps the states before every CHUNK of steps, and a lane has a piece of a channel for all of time.
+// Idea      What a state was is computed once more, from the last that was kept, and never written. It has to go through
+//           time twice then, there for h and back for g, while dB and dC are sums over channels, du and ddt over states.
+//           So here lanes are pieces of time: a lane has OWN steps of some states, first as if nothing came into its
+//           piece; what does come, from both sides, is a scan of stage 42 over the pieces' (product of A_bar, end), by
+//           shuffles; then its steps again, now with all that is known. dB and dC of its steps stay in its registers
+//           while the block goes on from channel to channel. What g comes into a chunk of steps is known from a kernel
+//           before, carry, which goes through the chunks from the last to the first and does no more than that.
+// Mapping   gradients: block: a chunk of time, up to 8 WARPS states, one channel of its share after the other.  warp: 8
+//           states (float), lane: OWN steps of 4.  carry: the same, block: up to CHANNELS channels, all chunks.
+// Cost      see backward_cost in stage.py. A state and step of float and mamba take one exponential and some 30 instructions in
+//           gradients, some 12 in carry; in device memory, of a state, what is kept for a chunk, and dB and dC once for
+//           each block of channels.
+// Limits    More than 32 states (float) take several launches, each of which prepares the steps anew.
+// Run       python -m stages run 52
+
+#include "../51_selective_scan/kernel.cu"
+
+#include "common/async_copy.h"
+#include "common/complex.h"
+#include "common/device.h"
+#include "common/discretize.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+constexpr unsigned FULL = 0xffffffff;
+constexpr int OWN = 8;              // steps of a lane
+constexpr int PIECES = CHUNK / OWN;  // lanes that have a chunk of steps: half a warp, the other half has other states
+constexpr int SIDES = 32 / PIECES;
+constexpr int WARPS = 4, LEAST_WARPS = 2;  // of a block
+constexpr int EACH = CHUNK / (32 * LEAST_WARPS);  // steps that a thread prepares, of the block's first ones
+constexpr int PREPARE = CHUNK / EACH;             // of which there are so many
+constexpr int CARRY = 8;                          // channels of a block of carry
+template <typename N>
+constexpr int OF_LANE = 16 / int(sizeof(N));  // states
+template <typename N>
+constexpr int OF_WARP = OF_LANE<N> * SIDES;
+template <typename N>
+constexpr int AT_ONCE = std::is_same_v<N, float> ? 3 : 1;  // blocks, if they are large: how many registers
+
+// A row of a chunk's steps in shared memory: a lane's OWN are two groups of FOUR, which lie in two planes, so that lanes
+// that read such a group each read one place after the other. Behind a plane are 16 numbers more, for other banks; the
+// first of them is for the step before the chunk.
+constexpr int PLANE = CHUNK / 2 + 16, ROW = 2 * PLANE, STEP_BEFORE = CHUNK / 2;
+__device__ __forceinline__ int place_of(int step) { return step % OWN / FOUR * PLANE + step / OWN * FOUR + step % FOUR; }
+
+template <typename N>
+__device__ __forceinline__ void load_own(N (&values)[OWN], const N* row, int piece) {
+  UNROLL
+  for (int k = 0; k < OWN; k += FOUR) {
+    N group[FOUR];
+    load_row(group, row + k / FOUR * PLANE + piece * FOUR);
+    UNROLL
+    for (int i = 0; i < FOUR; ++i) values[k + i] = group[i];
+  }
+}
+template <typename T>
+__device__ __forceinline__ void store_own(T* row, int piece, const T (&values)[OWN]) {
+  UNROLL
+  for (int k = 0; k < OWN; k += FOUR) {
+    T group[FOUR];
+    UNROLL
+    for (int i = 0; i < FOUR; ++i) group[i] = values[k + i];
+    store_row(row + k / FOUR * PLANE + piece * FOUR, group);
+  }
+}
+
+// ---- shuffles, of complex numbers by parts --------------------------------------------------------------------------
+template <typename T>
+__device__ __forceinline__ T from_lane(T x, int lane) {
+  return __shfl_sync(FULL, x, lane);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> from_lane(Complex<T> x, int lane) {
+  return {from_lane(x.re, lane), from_lane(x.im, lane)};
+}
+template <typename T>
+__device__ __forceinline__ T from_other(T x, int flip) {
+  return __shfl_xor_sync(FULL, x, flip);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> from_other(Complex<T> x, int flip) {
+  return {from_other(x.re, flip), from_other(x.im, flip)};
+}
+
+// Of the piece `offset` before or after, among those of the half warp.
+template <typename T>
+__device__ __forceinline__ T from_earlier(T x, int offset) {
+  return __shfl_up_sync(FULL, x, offset, PIECES);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> from_earlier(Complex<T> x, int offset) {
+  return {from_earlier(x.re, offset), from_earlier(x.im, offset)};
+}
+template <typename T>
+__device__ __forceinline__ T from_later(T x, int offset) {
+  return __shfl_down_sync(FULL, x, offset, PIECES);
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> from_later(Complex<T> x, int offset) {
+  return {from_later(x.re, offset), from_later(x.im, offset)};
+}
+
+// The sums over a half warp's lanes of COUNT numbers of each: a lane gets that of number piece / (PIECES / COUNT).
+template <int COUNT, typename N>
+__device__ __forceinline__ N sum_over_pieces(N (&values)[COUNT], int piece) {
+  int offset = PIECES / 2;
+  UNROLL
+  for (int count = COUNT / 2; count > 0; count /= 2, offset /= 2) {
+    const bool upper = piece & offset;
+    UNROLL
+    for (int i = 0; i < count; ++i) {
+      const N sent = upper ? values[i] : values[i + count], stays = upper ? values[i + count] : values[i];
+      values[i] = stays + from_other(sent, offset);
+    }
+  }
+  UNROLL
+  for (; offset > 0; offset /= 2) values[0] = values[0] + from_other(values[0], offset);
+  return values[0];
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+template <typename T>
+__device__ __forceinline__ T product(T x, T y) {  // what the real part of x y is
+  return x * y;
+}
+template <typename T>
+__device__ __forceinline__ T product(Complex<T> x, Complex<T> y) {
+  return x.re * y.re - x.im * y.im;
+}
+
+// sum + x y, of a real x.
+template <typename T>
+__device__ __forceinline__ T add_scaled(T sum, T x, T y) {
+  return sum + x * y;
+}
+template <typename T>
+__device__ __forceinline__ Complex<T> add_scaled(Complex<T> sum, T x, Complex<T> y) {
+  return {sum.re + x * y.re, sum.im + x * y.im};
+}
+
+template <Method M>
+constexpr bool POWER = M != Method::bilinear && M != Method::backward_euler && M != ANY;  // A_bar is e^z
+
+// A state's rate, as steps need it.
+template <typename N, Method M>
+struct Rate {
+  using T = Real<N>;
+  Method method;
+  N a, over_a;
+
+  __device__ __forceinline__ Rate(N a, Method method) : method(method), a(a), over_a(0) {
+    if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), a);
+  }
+  __device__ __forceinline__ Exponent<N> exponent(T dt, T over_dt, N e) const { return {a * dt, over_a * over_dt, e}; }
+
+  __device__ __forceinline__ Coefficients<N> at(T dt, T over_dt) const {
+    const Exponent<N> z = exponent(dt, over_dt, decay(scaled(a), dt));
+    Coefficients<N> by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
+    by.a_bar = left_of<M>(a, by);
+    return by;
+  }
+  __device__ __forceinline__ Derivatives<N> derivatives(T dt, T over_dt, N a_bar) const {
+    const Exponent<N> z = exponent(dt, over_dt, POWER<M> ? a_bar : decay(scaled(a), dt));
+    return by_method<M>(method, [&]<Method L>() { return differentiated<L>(a, dt, z); });
+  }
+};
+
+// ---- tensors along time ---------------------------------------------------------------------------------------------
+// A number as it lies in memory: what it is worth is asked when it is needed, so that nobody waits for it before.
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <typename T>
+__device__ __forceinline__ Bits<T> bits_at(const unsigned char* from, int bytes) {
+  if constexpr (sizeof(T) == 4) {
+    if (bytes == 2) return *reinterpret_cast<const uint16_t*>(from);
+  }
+  return *reinterpret_cast<const Bits<T>*>(from);
+}
+template <typename T>
+__device__ __forceinline__ T worth(Bits<T> bits, DType dtype) {
+  T number = 0;
+  with_type<T>(dtype, [&]<typename From>() {
+    if constexpr (sizeof(From) == 2) {
+      const uint16_t half_bits = uint16_t(bits);
+      number = T(reinterpret_cast<const From&>(half_bits));
+    } else {
+      number = reinterpret_cast<const From&>(bits);
+    }
+  });
+  return number;
+}
+template <typename T>
+__device__ __forceinline__ void put(const Rows<3>& x, int64_t batch, int64_t channel, int64_t t, T value) {
+  unsigned char* to = x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2];
+  with_type<T>(x.dtype, [&]<typename To>() { *reinterpret_cast<To*>(to) = To(value); });
+}
+
+// How the work is cut.
+struct Cut {
+  int64_t share;     // neighbouring channels that have the same groups of B and of C
+  int parts;         // blocks that share those
+  int state0;        // the first state of this launch
+  bool first, last;  // of the launches
+  int sums;          // rows of sums over states that a warp's half has: 2, with gates 3
+};
+
+// Which steps a block has, and of which channel; what of a step all its states need goes to shared memory.
+enum Row { LENGTH, TAKEN, GIVEN, INPUT, SLOPE, ROWS };  // dt; u, or dt u for mamba; dy silu(z); u; d dt / d delta
+
+template <typename N, Method M, bool INPUTS>
+struct Steps {
+  using T = Real<N>;
+  const Rows<3>&dy, &u, &delta, &z;  // u only if there are INPUTS
+  const View<const T, 1>& bias;
+  bool with_softplus;
+  int64_t batch;
+  T* rows;  // [ROWS][ROW]
+  Bits<T> next_dy[EACH], next_u[EACH], next_delta[EACH], next_z[EACH];
+  T next_bias;
+
+  __device__ __forceinline__ int step(int i) const { return threadIdx.x + i * PREPARE; }
+  __device__ __forceinline__ bool prepares() const { return threadIdx.x < PREPARE; }
+
+  __device__ __forceinline__ Bits<T> number(const Rows<3>& x, int64_t channel, int64_t t) const {
+    if (t >= delta.size[2] || x.size[0] == 0) return 0;
+    return bits_at<T>(x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2], x.bytes);
+  }
+
+  // Asks for a channel's numbers of the chunk that begins at t0.
+  __device__ __forceinline__ void ask(int64_t channel, int64_t t0) {
+    if (!prepares()) return;
+    UNROLL
+    for (int i = 0; i < EACH; ++i) {
+      const int64_t t = t0 + step(i);
+      next_dy[i] = number(dy, channel, t), next_delta[i] = number(delta, channel, t);
+      next_u[i] = INPUTS ? number(u, channel, t) : 0, next_z[i] = number(z, channel, t);
+    }
+    next_bias = bias.size[0] ? bias(channel) : T(0);
+  }
+
+  // What was asked for, in rows.
+  __device__ __forceinline__ void prepare(int64_t t0) {
+    if (!prepares()) return;
+    UNROLL
+    for (int i = 0; i < EACH; ++i) {
+      const T x = worth<T>(next_delta[i], delta.dtype) + next_bias;
+      T dt = x, slope = 1, given = worth<T>(next_dy[i], dy.dtype);
+      if (with_softplus) {
+        const T e = power((x > 0 ? -x : x) * PER_E<T>);
+        dt = (x > 0 ? x : T(0)) + log_of_one_plus(e), slope = (x > 0 ? T(1) : e) * reciprocal(T(1) + e);
+      }
+      if (t0 + step(i) >= delta.size[2]) dt = 0;  // past the end: a step of no length changes nothing
+      if (z.size[0]) given *= silu(worth<T>(next_z[i], z.dtype));
+      T* to = rows + place_of(step(i));
+      to[LENGTH * ROW] = dt, to[GIVEN * ROW] = given;
+      if constexpr (INPUTS) {
+        const T input = worth<T>(next_u[i], u.dtype);
+        to[TAKEN * ROW] = M == Method::mamba ? dt * input : input;
+        to[INPUT * ROW] = input, to[SLOPE * ROW] = slope;
+      }
+    }
+  }
+};
+
+// A block's rows of B or C for a chunk of steps, times a factor.
+template <typename N, bool CONJUGATED, bool WITH_STEP_BEFORE>
+__device__ __forceinline__ void fill(N* tile, const Rows<4>& x, const unsigned char* from, int states, int64_t t0, int64_t seq,
+                                     Real<N> factor) {
+  const int rows = blockDim.x / 32 * OF_WARP<N>;
+  const bool holds = x.size[3] == 1;
+  const auto number = [&](int row, int64_t t) {
+    N found = 0;
+    if (row < states && t >= 0 && t < seq) {
+      const unsigned char* at = from + row * x.stride[2] + (holds ? 0 : t * x.stride[3]);
+      with_type<N>(x.dtype, [&]<typename From>() { found = N(*reinterpret_cast<const From*>(at)); });
+    }
+    return (CONJUGATED ? conj(found) : found) * factor;
+  };
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * CHUNK; i += blockDim.x) {
+    tile[i / CHUNK * ROW + place_of(i % CHUNK)] = number(i / CHUNK, t0 + i % CHUNK);
+  }
+  if constexpr (WITH_STEP_BEFORE) {
+    for (int row = threadIdx.x; row < rows; row += blockDim.x) tile[row * ROW + STEP_BEFORE] = number(row, t0 - 1);
+  }
+}
+
+// What carries g through a lane's steps of a state, if nothing comes from later ones: A_bar of each, their product, and
+// what goes on to the step before the first.
+template <typename N, Method M>
+struct Piece {
+  using T = Real<N>;
+  N a_bar[OWN], all = 1, out = 0;
+
+  // From the last step to the first: g = c dy + what comes of the step after.
+  __device__ __forceinline__ void go_back(const N (&c)[OWN], const T (&given)[OWN]) {
+    UNROLL
+    for (int k = OWN - 1; k >= 0; --k) out = conj(a_bar[k]) * add_scaled(out, given[k], c[k]);
+  }
+  __device__ __forceinline__ void multiply(const Rate<N, M>& rate, T time) {
+    if constexpr (POWER<M>) {
+      all = decay(scaled(rate.a), time);
+    } else {
+      UNROLL
+      for (int k = 0; k < OWN; ++k) all = all * a_bar[k];
+    }
+  }
+};
+
+// grid (batch channels / CARRY), block (32 for each OF_WARP states): what g goes into each chunk with
+template <typename N, Method M>
+__global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
+    carry(Rows<3> dy,                     // [batch, channels, seq]
+          View<const N, 3> dlast,         // [batch, channels, states]
+          Rows<3> delta,                  // [batch, channels, seq]
+          View<const N, 2> A,             // [channels, states]
+          Rows<4> C,                      // [batch, groups, states, seq], or with 1 for seq
+          Rows<3> z,                      // [batch, channels, seq], or empty
+          View<const Real<N>, 1> bias,    // [channels], or empty
+          View<N, 4> carried,             // [chunks, batch, channels, states]; twice as many chunks for foh
+          View<N, 3> dinitial,            // [batch, channels, states]
+          bool with_softplus, Method method, Cut cut) {
+  using T = Real<N>;
+  constexpr int S = OF_LANE<N>;
+  DYNAMIC_SHARED(N, shared);
+  const int warp = threadIdx.x / 32, piece = threadIdx.x % PIECES, half = threadIdx.x / PIECES;  // of the block
+  N* const tile = shared;                                                  // C: [state][ROW]
+  N* const flows = tile + blockDim.x / 32 * OF_WARP<N> * ROW;              // what goes back: [CARRY][half][state]
+  T* const rows = reinterpret_cast<T*>(flows + CARRY * blockDim.x / 32 * OF_WARP<N>);
+
+  const int64_t seq = delta.size[2], channels = delta.size[1], chunks = ceil_div(seq, CHUNK);
+  const int64_t pieces = ceil_div(cut.share, CARRY), shares = channels / cut.share;
+  const int64_t share = blockIdx.x / pieces, batch = share / shares;
+  const int64_t channel0 = share % shares * cut.share + blockIdx.x % pieces * CARRY;
+  const int count = int(min(int64_t(CARRY), (share % shares + 1) * cut.share - channel0));
+  const int states = int(A.size[1]), own = cut.state0 + half * S, there = max(0, min(S, states - own));
+  const bool holds_c = C.size[3] == 1;
+
+  N* const flow = flows + half * S;  // of the lane's states; the next channel's are `stride` further on
+  const int stride = int(blockDim.x) / 32 * OF_WARP<N>;
+  if (piece == 0) {
+    for (int c = 0; c < count; ++c) {
+      for (int j = 0; j < S; ++j) {
+        flow[c * stride + j] = j < there ? dlast(batch, channel0 + c, own + j) : N(0);
+        if (LOOKS_BACK<M> && method == Method::foh && chunks > 0 && j < there) {
+          carried(2 * chunks - 1, batch, channel0 + c, own + j) = N(0);  // nothing looks back on the last step
+        }
+      }
+    }
+  }
+  Steps<N, M, false> steps{dy, delta, delta, z, bias, with_softplus, batch, rows};
+  if (chunks > 0) steps.ask(channel0, (chunks - 1) * CHUNK);
+  for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+    const int64_t t0 = chunk * CHUNK;
+    for (int c = 0; c < count; ++c) {
+      const int64_t channel = channel0 + c;
+      if (c == 0 || holds_c) {
+        const unsigned char* from = C.data + batch * C.stride[0] + channel / (channels / C.size[1]) * C.stride[1];
+        fill<N, true, false>(tile, C, from + cut.state0 * C.stride[2], states - cut.state0, t0, seq, PARTS<N>);
+      }
+      steps.prepare(t0);
+      __syncthreads();
+      if (c + 1 < count) steps.ask(channel + 1, t0);
+      else if (chunk > 0) steps.ask(channel0, t0 - CHUNK);
+
+      T dt[OWN], given[OWN], over_dt[OWN], time = 0;
+      load_own(dt, rows + LENGTH * ROW, piece), load_own(given, rows + GIVEN * ROW, piece);
+      UNROLL
+      for (int k = 0; k < OWN; ++k) time += dt[k], over_dt[k] = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+      UNROLL
+      for (int j = 0; j < S; ++j) {
+        const Rate<N, M> rate(j < there ? A(channel, own + j) : N(0), method);
+        Piece<N, M> of;
+        N numbers[OWN], previous = 0;
+        load_own(numbers, tile + (half * S + j) * ROW, piece);
+        UNROLL
+        for (int k = OWN - 1; k >= 0; --k) {
+          const Coefficients<N> by = rate.at(dt[k], over_dt[k]);
+          of.a_bar[k] = by.a_bar, previous = by.previous;
+        }
+        of.multiply(rate, time), of.go_back(numbers, given);
+        const N coming = flow[c * stride + j];
+        if (piece == PIECES - 1) of.out = multiply_add(conj(of.all), coming, of.out);
+        UNROLL
+        for (int offset = 1; offset < PIECES; offset *= 2) {  // of the pieces from this one on
+          const N out = from_later(of.out, offset), all = from_later(of.all, offset);
+          if (piece + offset < PIECES) of.out = multiply_add(conj(of.all), out, of.out), of.all = of.all * all;
+        }
+        if constexpr (LOOKS_BACK<M>) {  // what the first step's g gives to the input before
+          N g = from_later(of.out, 1);
+          UNROLL
+          for (int k = OWN - 1; k >= 0; --k) {
+            g = add_scaled(g, given[k], numbers[k]);
+            if (k > 0) g = conj(of.a_bar[k]) * g;
+          }
+          if (piece == 0 && j < there && chunk > 0 && method == Method::foh) {
+            carried(chunks + chunk - 1, batch, channel, own + j) = conj(previous) * g;
+          }
+        }
+        if (piece == PIECES - 1 && j < there) carried(chunk, batch, channel, own + j) = coming;
+        __syncwarp();
+        if (piece == 0) flow[c * stride + j] = of.out;
+      }
+      __syncthreads();
+    }
+  }
+  if (piece == 0) {
+    for (int c = 0; c < count; ++c) {
+      for (int j = 0; j < there; ++j) dinitial(batch, channel0 + c, own + j) = flow[c * stride + j];
+    }
+  }
+}
+
+// grid (chunks batch shares parts), block (32 for each OF_WARP states): all gradients but that of the initial state
+template <typename N, Method M>
+__global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
+    gradients(Rows<3> dy,                   // [batch, channels, seq]
+              Rows<3> u,                    // [batch, channels, seq]
+              Rows<3> delta,                // [batch, channels, seq]
+              View<const N, 2> A,           // [channels, states]
+              Rows<4> B,                    // [batch, groups, states, seq], or with 1 for seq
+              Rows<4> C,                    // likewise
+              View<const Real<N>, 1> D,     // [channels], or empty
+              Rows<3> z,                    // [batch, channels, seq], or empty
+              View<const Real<N>, 1> bias,  // [channels], or empty
+              View<const N, 4> kept,        // [chunks, batch, channels, states]: before each CHUNK of steps
+              View<N, 4> carried,           // likewise: what g comes into a chunk; A's gradient of the chunk takes its place
+              Rows<3> du, Rows<3> ddelta, Rows<3> dz,  // as u, delta and z
+              View<N, 5> of_b,              // [places, batch, groups, states, chunks CHUNK], or [chunks, batch, d, n, 1]
+              View<N, 5> of_c,              // likewise
+              View<Real<N>, 3> of_d,        // [chunks WARPS, batch, channels]: of each warp that prepares
+              View<Real<N>, 3> of_bias,     // likewise
+              View<Real<N>, 4> so_far,      // [2 or 3, batch, channels, seq]: sums over the states of earlier launches
+              bool with_softplus, Method method, Cut cut) {
+  using T = Real<N>;
+  constexpr int S = OF_LANE<N>, LED = PIECES / S;  // lanes to a state, when what is one number of a state is handed round
+  DYNAMIC_SHARED(N, shared);
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = lane % PIECES;
+  const int half = threadIdx.x / PIECES;                  // of the block
+  N* const tile_b = shared;                               // [state][ROW]
+  N* const tile_c = tile_b + warps * OF_WARP<N> * ROW;    // conjugated, and doubled where numbers are complex
+  T* const rows = reinterpret_cast<T*>(tile_c + warps * OF_WARP<N> * ROW);  // [Row][ROW]
+  T* const sums = rows + ROWS * ROW;                      // over the states of half a warp: [half][2 or 3][ROW]
+
+  const int64_t seq = u.size[2], channels = u.size[1], shares = channels / cut.share, chunks = kept.size[0];
+  const int64_t part = blockIdx.x % unsigned(cut.parts), cell = blockIdx.x / unsigned(cut.parts);
+  const int64_t share = cell % shares, batch = cell / shares % u.size[0], chunk = cell / shares / u.size[0];
+  const int64_t count = ceil_div(cut.share, cut.parts), t0 = chunk * CHUNK;
+  const int64_t channel0 = share * cut.share + part * count, end = min(channel0 + count, (share + 1) * cut.share);
+  const int states = int(A.size[1]), own = cut.state0 + half * S, led = own + piece / LED;
+  const bool leads = piece % LED == 0 && led < states, gated = z.size[0] > 0;
+  const bool holds_b = B.size[3] == 1, holds_c = C.size[3] == 1;
+
+  const auto fill_b = [&](int64_t channel) {
+    const unsigned char* from = B.data + batch * B.stride[0] + channel / (channels / B.size[1]) * B.stride[1];
+    fill<N, false, LOOKS_BACK<M>>(tile_b, B, from + cut.state0 * B.stride[2], states - cut.state0, t0, seq, 1);
+  };
+  const auto fill_c = [&](int64_t channel) {
+    const unsigned char* from = C.data + batch * C.stride[0] + channel / (channels / C.size[1]) * C.stride[1];
+    fill<N, true, false>(tile_c, C, from + cut.state0 * C.stride[2], states - cut.state0, t0, seq, PARTS<N>);
+  };
+  if (!holds_b) fill_b(share * cut.share);
+  if (!holds_c) fill_c(share * cut.share);
+  Steps<N, M, true> steps{dy, u, delta, z, bias, with_softplus, batch, rows};
+  N next_a = 0, next_kept = 0, next_flow = 0, next_previous = 0;
+  const auto ask = [&](int64_t channel) {
+    steps.ask(channel, t0);
+    if (!leads) return;
+    next_a = A(channel, led), next_kept = kept(chunk, batch, channel, led);
+    next_flow = carried(chunk, batch, channel, led);
+    if (LOOKS_BACK<M> && method == Method::foh) next_previous = carried(chunks + chunk, batch, channel, led);
+  };
+  if (channel0 < end) ask(channel0);
+
+  N sum_b[S][OWN], sum_c[S][OWN];  // over the channels
+  UNROLL
+  for (int j = 0; j < S; ++j) {
+    UNROLL
+    for (int k = 0; k < OWN; ++k) sum_b[j][k] = sum_c[j][k] = N(0);
+  }
+#pragma unroll 1
+  for (int64_t channel = channel0; channel < end; ++channel) {
+    if (holds_b) fill_b(channel);
+    if (holds_c) fill_c(channel);
+    steps.prepare(t0);
+    if (LOOKS_BACK<M> && threadIdx.x == 0) {
+      rows[TAKEN * ROW + STEP_BEFORE] = t0 > 0 ? worth<T>(steps.number(u, channel, t0 - 1), u.dtype) : T(0);
+    }
+    const N led_a = next_a, led_kept = next_kept, led_flow = next_flow, led_previous = next_previous;
+    __syncthreads();
+    if (channel + 1 < end) ask(channel + 1);
+
+    T dt[OWN], taken[OWN], given[OWN], over_dt[OWN], time = 0, by_input[OWN] = {}, by_length[OWN] = {};
+    load_own(dt, rows + LENGTH * ROW, piece), load_own(taken, rows + TAKEN * ROW, piece);
+    load_own(given, rows + GIVEN * ROW, piece);
+    UNROLL
+    for (int k = 0; k < OWN; ++k) time += dt[k], over_dt[k] = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+    T* const of_half = sums + half * cut.sums * ROW;
+    N of_a[S];
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      const int leader = (lane & PIECES) + j * LED;
+      const Rate<N, M> rate(from_lane(led_a, leader), method);
+      const N start = from_lane(led_kept, leader), coming = from_lane(led_flow, leader);
+      N b[OWN], c[OWN], h[OWN], end = 0, before = 0;
+      Piece<N, M> of;
+      load_own(b, tile_b + (half * S + j) * ROW, piece), load_own(c, tile_c + (half * S + j) * ROW, piece);
+      if constexpr (LOOKS_BACK<M>) {
+        before = from_earlier(b[OWN - 1] * taken[OWN - 1], 1);
+        if (piece == 0) before = tile_b[(half * S + j) * ROW + STEP_BEFORE] * rows[TAKEN * ROW + STEP_BEFORE];
+      }
+
+      // The piece by itself.
+      N input_before = before;
+      UNROLL
+      for (int k = 0; k < OWN; ++k) {
+        const N input = b[k] * taken[k];
+        if constexpr (EXPONENT_ALONE<M>) {
+          of.a_bar[k] = decay(scaled(rate.a), dt[k]), h[k] = input;
+        } else {
+          const Coefficients<N> by = rate.at(dt[k], over_dt[k]);
+          of.a_bar[k] = by.a_bar, h[k] = by.gain * input;
+          if constexpr (LOOKS_BACK<M>) h[k] = h[k] + by.previous * input_before, input_before = input;
+        }
+        end = multiply_add(of.a_bar[k], end, h[k]);
+      }
+      of.multiply(rate, time), of.go_back(c, given);
+
+      // What comes in: from the pieces before, and from those after.
+      N all = of.all;
+      if (piece == 0) end = multiply_add(all, start, end);
+      if (piece == PIECES - 1) of.out = multiply_add(conj(all), coming, of.out);
+      UNROLL
+      for (int offset = 1; offset < PIECES; offset *= 2) {
+        const N earlier_end = from_earlier(end, offset), earlier_all = from_earlier(all, offset);
+        const N later_out = from_later(of.out, offset), later_all = from_later(of.all, offset);
+        if (piece >= offset) end = multiply_add(all, earlier_end, end), all = all * earlier_all;
+        if (piece + offset < PIECES) {
+          of.out = multiply_add(conj(of.all), later_out, of.out), of.all = of.all * later_all;
+        }
+      }
+      N state = from_earlier(end, 1), flow = from_later(of.out, 1);
+      if (piece == 0) state = start;
+      if (piece == PIECES - 1) flow = coming;
+
+      // The piece as it is.
+      const N first = state;
+      UNROLL
+      for (int k = 0; k < OWN; ++k) state = h[k] = multiply_add(of.a_bar[k], state, h[k]);
+      N sum_a = 0, from_next = 0;
+      UNROLL
+      for (int k = OWN - 1; k >= 0; --k) {
+        const N g = add_scaled(flow, given[k], c[k]), state_before = k > 0 ? h[k - 1] : first;
+        flow = conj(of.a_bar[k]) * g;
+        sum_c[j][k] = add_scaled(sum_c[j][k], given[k], conj(h[k]));
+        if constexpr (EXPONENT_ALONE<M>) {
+          const N counts = flow * conj(state_before);
+          sum_a = add_scaled(sum_a, dt[k], counts);
+          by_length[k] += product(conj(rate.a), counts);
+          by_input[k] += product(conj(b[k]), g);
+          sum_b[j][k] = add_scaled(sum_b[j][k], taken[k], g);
+        } else {
+          const Derivatives<N> by = rate.derivatives(dt[k], over_dt[k], of.a_bar[k]);
+          const N input = b[k] * taken[k];
+          const N of_a_bar = g * conj(state_before), of_gain = g * conj(input);
+          sum_a = multiply_add(conj(by.by_a.a_bar), of_a_bar, multiply_add(conj(by.by_a.gain), of_gain, sum_a));
+          by_length[k] += product(conj(by.by_dt.a_bar), of_a_bar) + product(conj(by.by_dt.gain), of_gain);
+          N reaches = conj(by.value.gain) * g;
+          if constexpr (LOOKS_BACK<M>) {
+            const N of_previous = g * conj(k > 0 ? b[k - 1] * taken[k - 1] : before);
+            sum_a = multiply_add(conj(by.by_a.previous), of_previous, sum_a);
+            by_length[k] += product(conj(by.by_dt.previous), of_previous);
+            reaches = reaches + from_next, from_next = conj(by.value.previous) * g;
+          }
+          by_input[k] += product(conj(b[k]), reaches);
+          sum_b[j][k] = add_scaled(sum_b[j][k], taken[k], reaches);
+        }
+      }
+      if constexpr (LOOKS_BACK<M>) {  // what the step after the piece takes of its last input
+        N later = from_later(from_next, 1);
+        const N of_chunk = from_lane(led_previous, leader);
+        if (piece == PIECES - 1) later = of_chunk;
+        by_input[OWN - 1] += product(conj(b[OWN - 1]), later);
+        sum_b[j][OWN - 1] = add_scaled(sum_b[j][OWN - 1], taken[OWN - 1], later);
+      }
+      of_a[j] = sum_a;
+      if (gated) {
+        T seen[OWN] = {};
+        if (j > 0) load_own(seen, of_half + 2 * ROW, piece);
+        UNROLL
+        for (int k = 0; k < OWN; ++k) seen[k] += product(conj(c[k]), h[k]);
+        store_own(of_half + 2 * ROW, piece, seen);
+      }
+    }
+    store_own(of_half, piece, by_input), store_own(of_half + ROW, piece, by_length);
+    const N chunk_a = sum_over_pieces(of_a, piece);
+    if (leads) carried(chunk, batch, channel, led) = chunk_a;
+    // Of what holds for all time the gradient is a sum over it.
+    const auto hold = [&](const View<N, 5>& of, N (&sum)[S][OWN], T factor) {
+      N total[S];
+      UNROLL
+      for (int j = 0; j < S; ++j) {
+        total[j] = sum[j][0], sum[j][0] = N(0);
+        UNROLL
+        for (int k = 1; k < OWN; ++k) total[j] = total[j] + sum[j][k], sum[j][k] = N(0);
+      }
+      const N of_chunk = sum_over_pieces(total, piece) * factor;
+      if (leads) of(chunk, batch, channel, led, 0) = of_chunk;
+    };
+    if (holds_b) hold(of_b, sum_b, 1);
+    if (holds_c) hold(of_c, sum_c, PARTS<N>);
+    __syncthreads();
+
+    // du, ddelta and dz of the steps that a thread has prepared.
+    if (!steps.prepares()) continue;
+    const T d = D.size[0] ? D(channel) : T(0);
+    T sum_d = 0, sum_bias = 0;
+    UNROLL
+    for (int i = 0; i < EACH; ++i) {
+      const int place = place_of(steps.step(i));
+      const int64_t t = t0 + steps.step(i);
+      T by[3] = {};
+      for (int row = 0; row < 2 * warps; ++row) {
+        UNROLL
+        for (int n = 0; n < 3; ++n) {
+          if (n < cut.sums) by[n] += sums[(row * cut.sums + n) * ROW + place];
+        }
+      }
+      if (t >= seq) continue;
+      for (int n = 0; n < cut.sums && !(cut.first && cut.last); ++n) {
+        T& so_far_n = so_far(n, batch, channel, t);
+        if (!cut.first) by[n] += so_far_n;
+        if (!cut.last) so_far_n = by[n];
+      }
+      if (!cut.last) continue;
+      const T dt_t = rows[LENGTH * ROW + place], u_t = rows[INPUT * ROW + place], dy_t = rows[GIVEN * ROW + place];
+      const T of_input = M == Method::mamba ? dt_t * by[0] : by[0];
+      const T of_length = M == Method::mamba ? by[1] + u_t * by[0] : by[1];
+      const T of_delta = of_length * rows[SLOPE * ROW + place];
+      put(du, batch, channel, t, d * dy_t + of_input), put(ddelta, batch, channel, t, of_delta);
+      sum_d += dy_t * u_t, sum_bias += of_delta;
+      if (gated) {
+        const T gate = worth<T>(steps.number(z, channel, t), z.dtype), open = reciprocal(T(1) + power(-gate * PER_E<T>));
+        const T before_gate = worth<T>(steps.number(dy, channel, t), dy.dtype) * (by[2] + d * u_t);
+        put(dz, batch, channel, t, before_gate * open * (1 + gate * (1 - open)));
+      }
+    }
+    if (!cut.last) continue;
+    UNROLL
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sum_d += from_other(sum_d, offset), sum_bias += from_other(sum_bias, offset);
+    }
+    if (lane == 0 && of_d.size[0]) of_d(chunk * LEAST_WARPS + warp, batch, channel) = sum_d;
+    if (lane == 0 && of_bias.size[0]) of_bias(chunk * LEAST_WARPS + warp, batch, channel) = sum_bias;
+  }
+
+  // What varies in time: the sums over the block's channels.
+  const auto write = [&](const View<N, 5>& of, const N (&sum)[S][OWN], T factor) {
+    const int64_t in_group = channels / of.size[2] / cut.share, place = share % in_group * cut.parts + part;
+    UNROLL
+    for (int j = 0; j < S; ++j) {
+      if (own + j >= states) continue;
+      N numbers[OWN];
+      UNROLL
+      for (int k = 0; k < OWN; ++k) numbers[k] = sum[j][k] * factor;
+      store_row(&of(place, batch, share / in_group, own + j, t0 + piece * OWN), numbers);
+    }
+  };
+  if (!holds_b) write(of_b, sum_b, 1);
+  if (!holds_c) write(of_c, sum_c, PARTS<N>);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C,
+                             Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
+                             Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> of_b,
+                             Output<5> of_c, Output<3> of_d, Output<3> of_bias, Output<4> so_far, bool delta_softplus,
+                             int method, int parts, Stream stream) {
+  const int64_t batches = u.size[0], channels = u.size[1], chunks = states.size[0];
+  if (batches == 0 || channels == 0) return;
+  with_numbers(A.dtype, [&]<typename N>() {
+    using T = Real<N>;
+    with_method<N>(method, [&]<Method M>() {
+      const auto in_group = [&](const Input<4>& x) { return x.size[3] == 1 ? channels : channels / x.size[1]; };
+      const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
+      Cut cut{std::gcd(in_group(B), in_group(C)), parts, 0, true, false, z.size[0] > 0 ? 3 : 2};
+      const int64_t shares = channels / cut.share;
+      constexpr int MOST = WARPS * OF_WARP<N>;  // states
+      for (int left = int(A.size[1]); !cut.last; left -= MOST, cut.state0 += MOST, cut.first = false) {
+        const int warps = std::max(LEAST_WARPS, int(ceil_div(std::min(left, MOST), OF_WARP<N>)));
+        cut.last = left <= MOST;
+        const dim3 block(unsigned(32 * warps));
+        const size_t tile = size_t(warps) * OF_WARP<N> * ROW * sizeof(N), of_steps = size_t(ROWS) * ROW * sizeof(T);
+        const size_t flows = size_t(CARRY) * warps * OF_WARP<N> * sizeof(N);
+        launch<carry<N, M>>({batches * shares * ceil_div(cut.share, CARRY)}, block, tile + flows + of_steps, stream,
+                            rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C), rows(z), delta_bias.as<T>(),
+                            carried.as<N>(), dinitial.as<N>(), delta_softplus, Method(method), cut);
+        const size_t sums = size_t(2) * warps * cut.sums * ROW * sizeof(T);
+        launch<gradients<N, M>>({chunks * batches * shares * parts}, block, 2 * tile + of_steps + sums, stream,
+                                rows(dy), rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
+                                delta_bias.as<T>(), states.as<N>(), carried.as<N>(), rows(du), rows(ddelta), rows(dz),
+                                of_b.as<N>(), of_c.as<N>(), of_d.as<T>(), of_bias.as<T>(), so_far.as<T>(),
+                                delta_softplus, Method(method), cut);
+      }
+    });
+  });
+}
