@@ -33,25 +33,28 @@
 #include "common/view.h"
 
 constexpr unsigned FULL = 0xffffffff;
-constexpr int OWN = 8;              // steps of a lane
+constexpr int OWN = 8;               // steps of a lane
 constexpr int PIECES = CHUNK / OWN;  // lanes that have a chunk of steps: half a warp, the other half has other states
 constexpr int SIDES = 32 / PIECES;
-constexpr int WARPS = 4, LEAST_WARPS = 2;  // of a block
-constexpr int EACH = CHUNK / (32 * LEAST_WARPS);  // steps that a thread prepares, of the block's first ones
-constexpr int PREPARE = CHUNK / EACH;             // of which there are so many
-constexpr int CARRY = 8;                          // channels of a block of carry
+constexpr int WARPS = 2, THREADS = 32 * WARPS;  // of a block
+constexpr int EACH = CHUNK / THREADS;           // steps that a thread prepares
+constexpr int CARRY = 8;                        // channels of a block of carry
 template <typename N>
 constexpr int OF_LANE = 16 / int(sizeof(N));  // states
 template <typename N>
 constexpr int OF_WARP = OF_LANE<N> * SIDES;
 template <typename N>
-constexpr int AT_ONCE = std::is_same_v<N, float> ? 3 : 1;  // blocks, if they are large: how many registers
+constexpr int STATES = OF_WARP<N> * WARPS;  // of a launch
+template <typename N>
+constexpr int AT_ONCE = std::is_same_v<N, float> ? 6 : 1;  // blocks, if they are large: how many registers
 
 // A row of a chunk's steps in shared memory: a lane's OWN are two groups of FOUR, which lie in two planes, so that lanes
 // that read such a group each read one place after the other. Behind a plane are 16 numbers more, for other banks; the
 // first of them is for the step before the chunk.
 constexpr int PLANE = CHUNK / 2 + 16, ROW = 2 * PLANE, STEP_BEFORE = CHUNK / 2;
-__device__ __forceinline__ int place_of(int step) { return step % OWN / FOUR * PLANE + step / OWN * FOUR + step % FOUR; }
+__device__ __forceinline__ int place_of(int step) {
+  return step % OWN / FOUR * PLANE + step / OWN * FOUR + step % FOUR;
+}
 
 template <typename N>
 __device__ __forceinline__ void load_own(N (&values)[OWN], const N* row, int piece) {
@@ -181,29 +184,15 @@ template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
 template <typename T>
-__device__ __forceinline__ Bits<T> bits_at(const unsigned char* from, int bytes) {
-  if constexpr (sizeof(T) == 4) {
-    if (bytes == 2) return *reinterpret_cast<const uint16_t*>(from);
-  }
-  return *reinterpret_cast<const Bits<T>*>(from);
-}
-template <typename T>
 __device__ __forceinline__ T worth(Bits<T> bits, DType dtype) {
-  T number = 0;
-  with_type<T>(dtype, [&]<typename From>() {
-    if constexpr (sizeof(From) == 2) {
-      const uint16_t half_bits = uint16_t(bits);
-      number = T(reinterpret_cast<const From&>(half_bits));
-    } else {
-      number = reinterpret_cast<const From&>(bits);
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == DType::float16) {
+      const uint16_t short_bits = uint16_t(bits);
+      return T(reinterpret_cast<const half&>(short_bits));
     }
-  });
-  return number;
-}
-template <typename T>
-__device__ __forceinline__ void put(const Rows<3>& x, int64_t batch, int64_t channel, int64_t t, T value) {
-  unsigned char* to = x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2];
-  with_type<T>(x.dtype, [&]<typename To>() { *reinterpret_cast<To*>(to) = To(value); });
+    bits <<= dtype == DType::bfloat16 ? 16 : 0;  // the upper half of a float
+  }
+  return reinterpret_cast<const T&>(bits);
 }
 
 // How the work is cut.
@@ -212,11 +201,12 @@ struct Cut {
   int parts;         // blocks that share those
   int state0;        // the first state of this launch
   bool first, last;  // of the launches
-  int sums;          // rows of sums over states that a warp's half has: 2, with gates 3
+  int sums;          // over states of each step: 2, with gates 3
 };
 
-// Which steps a block has, and of which channel; what of a step all its states need goes to shared memory.
-enum Row { LENGTH, TAKEN, GIVEN, INPUT, SLOPE, ROWS };  // dt; u, or dt u for mamba; dy silu(z); u; d dt / d delta
+// What a block's threads know of a chunk of steps of a channel, EACH of so many steps; what all states need of them goes
+// to rows in shared memory.
+enum Row { LENGTH, GIVEN, TAKEN, INPUT, SLOPE, ROWS };  // dt; dy silu(z); u, or dt u for mamba; u; d dt / d delta
 
 template <typename N, Method M, bool INPUTS>
 struct Steps {
@@ -224,48 +214,67 @@ struct Steps {
   const Rows<3>&dy, &u, &delta, &z;  // u only if there are INPUTS
   const View<const T, 1>& bias;
   bool with_softplus;
-  int64_t batch;
-  T* rows;  // [ROWS][ROW]
+  T* rows;                                              // [Row][ROW]
+  const unsigned char *of_dy, *of_u, *of_delta, *of_z;  // of the next channel, at the thread's first step
+  bool there[EACH];                                     // which of its steps are before the end
   Bits<T> next_dy[EACH], next_u[EACH], next_delta[EACH], next_z[EACH];
   T next_bias;
 
-  __device__ __forceinline__ int step(int i) const { return threadIdx.x + i * PREPARE; }
-  __device__ __forceinline__ bool prepares() const { return threadIdx.x < PREPARE; }
+  __device__ __forceinline__ Steps(const Rows<3>& dy, const Rows<3>& u, const Rows<3>& delta, const Rows<3>& z,
+                                   const View<const T, 1>& bias, bool with_softplus, T* rows)
+      : dy(dy), u(u), delta(delta), z(z), bias(bias), with_softplus(with_softplus), rows(rows) {}
 
-  __device__ __forceinline__ Bits<T> number(const Rows<3>& x, int64_t channel, int64_t t) const {
-    if (t >= delta.size[2] || x.size[0] == 0) return 0;
-    return bits_at<T>(x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2], x.bytes);
+  __device__ __forceinline__ static int step(int i) { return threadIdx.x + i * THREADS; }
+
+  // The next one is this channel, of the chunk that begins at t0.
+  __device__ __forceinline__ void begin(int64_t batch, int64_t channel, int64_t t0) {
+    const auto at = [&](const Rows<3>& x) {
+      return x.data + batch * x.stride[0] + channel * x.stride[1] + (t0 + step(0)) * x.stride[2];
+    };
+    of_dy = at(dy), of_delta = at(delta), of_z = at(z);
+    if (INPUTS) of_u = at(u);
+    UNROLL
+    for (int i = 0; i < EACH; ++i) there[i] = t0 + step(i) < delta.size[2];
   }
 
-  // Asks for a channel's numbers of the chunk that begins at t0.
-  __device__ __forceinline__ void ask(int64_t channel, int64_t t0) {
-    if (!prepares()) return;
+  template <typename From>
+  __device__ __forceinline__ void ask_for(Bits<T> (&next)[EACH], const Rows<3>& x, const unsigned char*& from) {
     UNROLL
     for (int i = 0; i < EACH; ++i) {
-      const int64_t t = t0 + step(i);
-      next_dy[i] = number(dy, channel, t), next_delta[i] = number(delta, channel, t);
-      next_u[i] = INPUTS ? number(u, channel, t) : 0, next_z[i] = number(z, channel, t);
+      next[i] = there[i] ? *reinterpret_cast<const From*>(from + i * THREADS * x.stride[2]) : From(0);
     }
+    from += x.stride[1];
+  }
+  template <typename From>
+  __device__ __forceinline__ void ask_for_all() {
+    ask_for<From>(next_dy, dy, of_dy), ask_for<From>(next_delta, delta, of_delta);
+    if (INPUTS) ask_for<From>(next_u, u, of_u);
+    if (z.size[0]) ask_for<From>(next_z, z, of_z);
+  }
+  // Asks for the next channel's numbers; the one after it is the next then.
+  __device__ __forceinline__ void ask(int64_t channel) {
+    if (sizeof(T) == 4 && delta.bytes == 2) ask_for_all<uint16_t>();
+    else ask_for_all<Bits<T>>();
     next_bias = bias.size[0] ? bias(channel) : T(0);
   }
 
   // What was asked for, in rows.
-  __device__ __forceinline__ void prepare(int64_t t0) {
-    if (!prepares()) return;
+  __device__ __forceinline__ void prepare() {
+    const DType dtype = delta.dtype;
     UNROLL
     for (int i = 0; i < EACH; ++i) {
-      const T x = worth<T>(next_delta[i], delta.dtype) + next_bias;
-      T dt = x, slope = 1, given = worth<T>(next_dy[i], dy.dtype);
+      const T x = worth<T>(next_delta[i], dtype) + next_bias;
+      T dt = x, slope = 1, given = worth<T>(next_dy[i], dtype);
       if (with_softplus) {
         const T e = power((x > 0 ? -x : x) * PER_E<T>);
         dt = (x > 0 ? x : T(0)) + log_of_one_plus(e), slope = (x > 0 ? T(1) : e) * reciprocal(T(1) + e);
       }
-      if (t0 + step(i) >= delta.size[2]) dt = 0;  // past the end: a step of no length changes nothing
-      if (z.size[0]) given *= silu(worth<T>(next_z[i], z.dtype));
+      if (!there[i]) dt = 0;  // past the end: a step of no length changes nothing
+      if (z.size[0]) given *= silu(worth<T>(next_z[i], dtype));
       T* to = rows + place_of(step(i));
       to[LENGTH * ROW] = dt, to[GIVEN * ROW] = given;
       if constexpr (INPUTS) {
-        const T input = worth<T>(next_u[i], u.dtype);
+        const T input = worth<T>(next_u[i], dtype);
         to[TAKEN * ROW] = M == Method::mamba ? dt * input : input;
         to[INPUT * ROW] = input, to[SLOPE * ROW] = slope;
       }
@@ -275,25 +284,24 @@ struct Steps {
 
 // A block's rows of B or C for a chunk of steps, times a factor.
 template <typename N, bool CONJUGATED, bool WITH_STEP_BEFORE>
-__device__ __forceinline__ void fill(N* tile, const Rows<4>& x, const unsigned char* from, int states, int64_t t0, int64_t seq,
-                                     Real<N> factor) {
-  const int rows = blockDim.x / 32 * OF_WARP<N>;
-  const bool holds = x.size[3] == 1;
-  const auto number = [&](int row, int64_t t) {
-    N found = 0;
-    if (row < states && t >= 0 && t < seq) {
-      const unsigned char* at = from + row * x.stride[2] + (holds ? 0 : t * x.stride[3]);
-      with_type<N>(x.dtype, [&]<typename From>() { found = N(*reinterpret_cast<const From*>(at)); });
-    }
-    return (CONJUGATED ? conj(found) : found) * factor;
-  };
+__device__ __forceinline__ void fill(N* tile, const Rows<4>& x, const unsigned char* from, int states, int64_t t0,
+                                     int64_t seq, Real<N> factor) {
+  const int rows = STATES<N>;
+  const int64_t along = x.size[3] == 1 ? 0 : x.stride[3];
+  with_type<N>(x.dtype, [&]<typename From>() {
+    const auto column = [&](int64_t t, int place) {
+      const unsigned char* at = from + t * along;
+      const int there = t >= 0 && t < seq ? states : 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < rows * CHUNK; i += blockDim.x) {
-    tile[i / CHUNK * ROW + place_of(i % CHUNK)] = number(i / CHUNK, t0 + i % CHUNK);
-  }
-  if constexpr (WITH_STEP_BEFORE) {
-    for (int row = threadIdx.x; row < rows; row += blockDim.x) tile[row * ROW + STEP_BEFORE] = number(row, t0 - 1);
-  }
+      for (int row = 0; row < rows; ++row, at += x.stride[2]) {
+        N number = 0;
+        if (row < there) number = N(*reinterpret_cast<const From*>(at));
+        tile[row * ROW + place] = (CONJUGATED ? conj(number) : number) * factor;
+      }
+    };
+    for (int step = threadIdx.x; step < CHUNK; step += THREADS) column(t0 + step, place_of(step));
+    if (WITH_STEP_BEFORE && threadIdx.x == 0) column(t0 - 1, STEP_BEFORE);
+  });
 }
 
 // What carries g through a lane's steps of a state, if nothing comes from later ones: A_bar of each, their product, and
@@ -320,24 +328,25 @@ struct Piece {
 
 // grid (batch channels / CARRY), block (32 for each OF_WARP states): what g goes into each chunk with
 template <typename N, Method M>
-__global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
-    carry(Rows<3> dy,                     // [batch, channels, seq]
-          View<const N, 3> dlast,         // [batch, channels, states]
-          Rows<3> delta,                  // [batch, channels, seq]
-          View<const N, 2> A,             // [channels, states]
-          Rows<4> C,                      // [batch, groups, states, seq], or with 1 for seq
-          Rows<3> z,                      // [batch, channels, seq], or empty
-          View<const Real<N>, 1> bias,    // [channels], or empty
-          View<N, 4> carried,             // [chunks, batch, channels, states]; twice as many chunks for foh
-          View<N, 3> dinitial,            // [batch, channels, states]
+__global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
+    carry(Rows<3> dy,                   // [batch, channels, seq]
+          View<const N, 3> dlast,       // [batch, channels, states]
+          Rows<3> delta,                // [batch, channels, seq]
+          View<const N, 2> A,           // [channels, states]
+          Rows<4> C,                    // [batch, groups, states, seq], or with 1 for seq
+          Rows<3> z,                    // [batch, channels, seq], or empty
+          View<const Real<N>, 1> bias,  // [channels], or empty
+          View<N, 4> carried,           // [chunks, batch, channels, states]; twice as many chunks for foh
+          View<N, 3> dinitial,          // [batch, channels, states]
           bool with_softplus, Method method, Cut cut) {
   using T = Real<N>;
   constexpr int S = OF_LANE<N>;
   DYNAMIC_SHARED(N, shared);
-  const int warp = threadIdx.x / 32, piece = threadIdx.x % PIECES, half = threadIdx.x / PIECES;  // of the block
-  N* const tile = shared;                                                  // C: [state][ROW]
-  N* const flows = tile + blockDim.x / 32 * OF_WARP<N> * ROW;              // what goes back: [CARRY][half][state]
-  T* const rows = reinterpret_cast<T*>(flows + CARRY * blockDim.x / 32 * OF_WARP<N>);
+  const int piece = threadIdx.x % PIECES, half = threadIdx.x / PIECES;  // of the block
+  N* const tile = shared;                                               // C: [state][ROW]
+  N* const flows = tile + STATES<N> * ROW;                              // what goes back: [CARRY][half][state]
+  N* const rates = flows + CARRY * STATES<N>;                           // A, likewise
+  T* const rows = reinterpret_cast<T*>(rates + CARRY * STATES<N>);
 
   const int64_t seq = delta.size[2], channels = delta.size[1], chunks = ceil_div(seq, CHUNK);
   const int64_t pieces = ceil_div(cut.share, CARRY), shares = channels / cut.share;
@@ -347,20 +356,21 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
   const int states = int(A.size[1]), own = cut.state0 + half * S, there = max(0, min(S, states - own));
   const bool holds_c = C.size[3] == 1;
 
-  N* const flow = flows + half * S;  // of the lane's states; the next channel's are `stride` further on
-  const int stride = int(blockDim.x) / 32 * OF_WARP<N>;
+  N *const flow = flows + half * S, *const rate_of = rates + half * S;  // of the lane's states; the next channel's are
+  const int stride = STATES<N>;                                         // `stride` further on
   if (piece == 0) {
     for (int c = 0; c < count; ++c) {
       for (int j = 0; j < S; ++j) {
         flow[c * stride + j] = j < there ? dlast(batch, channel0 + c, own + j) : N(0);
+        rate_of[c * stride + j] = j < there ? A(channel0 + c, own + j) : N(0);
         if (LOOKS_BACK<M> && method == Method::foh && chunks > 0 && j < there) {
           carried(2 * chunks - 1, batch, channel0 + c, own + j) = N(0);  // nothing looks back on the last step
         }
       }
     }
   }
-  Steps<N, M, false> steps{dy, delta, delta, z, bias, with_softplus, batch, rows};
-  if (chunks > 0) steps.ask(channel0, (chunks - 1) * CHUNK);
+  Steps<N, M, false> steps(dy, delta, delta, z, bias, with_softplus, rows);
+  if (chunks > 0) steps.begin(batch, channel0, (chunks - 1) * CHUNK), steps.ask(channel0);
   for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
     const int64_t t0 = chunk * CHUNK;
     for (int c = 0; c < count; ++c) {
@@ -369,18 +379,20 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
         const unsigned char* from = C.data + batch * C.stride[0] + channel / (channels / C.size[1]) * C.stride[1];
         fill<N, true, false>(tile, C, from + cut.state0 * C.stride[2], states - cut.state0, t0, seq, PARTS<N>);
       }
-      steps.prepare(t0);
+      steps.prepare();
       __syncthreads();
-      if (c + 1 < count) steps.ask(channel + 1, t0);
-      else if (chunk > 0) steps.ask(channel0, t0 - CHUNK);
+      if (c + 1 < count) steps.ask(channel + 1);
+      else if (chunk > 0) steps.begin(batch, channel0, t0 - CHUNK), steps.ask(channel0);
 
       T dt[OWN], given[OWN], over_dt[OWN], time = 0;
       load_own(dt, rows + LENGTH * ROW, piece), load_own(given, rows + GIVEN * ROW, piece);
       UNROLL
       for (int k = 0; k < OWN; ++k) time += dt[k], over_dt[k] = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+      N a[S], flow_of[S];
+      load_row(a, rate_of + c * stride), load_row(flow_of, flow + c * stride);
       UNROLL
       for (int j = 0; j < S; ++j) {
-        const Rate<N, M> rate(j < there ? A(channel, own + j) : N(0), method);
+        const Rate<N, M> rate(a[j], method);
         Piece<N, M> of;
         N numbers[OWN], previous = 0;
         load_own(numbers, tile + (half * S + j) * ROW, piece);
@@ -390,7 +402,7 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
           of.a_bar[k] = by.a_bar, previous = by.previous;
         }
         of.multiply(rate, time), of.go_back(numbers, given);
-        const N coming = flow[c * stride + j];
+        const N coming = flow_of[j];
         if (piece == PIECES - 1) of.out = multiply_add(conj(of.all), coming, of.out);
         UNROLL
         for (int offset = 1; offset < PIECES; offset *= 2) {  // of the pieces from this one on
@@ -409,9 +421,10 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
           }
         }
         if (piece == PIECES - 1 && j < there) carried(chunk, batch, channel, own + j) = coming;
-        __syncwarp();
-        if (piece == 0) flow[c * stride + j] = of.out;
+        flow_of[j] = of.out;
       }
+      __syncwarp();
+      if (piece == 0) store_row(flow + c * stride, flow_of);
       __syncthreads();
     }
   }
@@ -424,7 +437,7 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
 
 // grid (chunks batch shares parts), block (32 for each OF_WARP states): all gradients but that of the initial state
 template <typename N, Method M>
-__global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
+__global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
     gradients(Rows<3> dy,                   // [batch, channels, seq]
               Rows<3> u,                    // [batch, channels, seq]
               Rows<3> delta,                // [batch, channels, seq]
@@ -435,23 +448,24 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
               Rows<3> z,                    // [batch, channels, seq], or empty
               View<const Real<N>, 1> bias,  // [channels], or empty
               View<const N, 4> kept,        // [chunks, batch, channels, states]: before each CHUNK of steps
-              View<N, 4> carried,           // likewise: what g comes into a chunk; A's gradient of the chunk takes its place
-              Rows<3> du, Rows<3> ddelta, Rows<3> dz,  // as u, delta and z
-              View<N, 5> of_b,              // [places, batch, groups, states, chunks CHUNK], or [chunks, batch, d, n, 1]
-              View<N, 5> of_c,              // likewise
-              View<Real<N>, 3> of_d,        // [chunks WARPS, batch, channels]: of each warp that prepares
-              View<Real<N>, 3> of_bias,     // likewise
-              View<Real<N>, 4> so_far,      // [2 or 3, batch, channels, seq]: sums over the states of earlier launches
+              View<N, 4> carried,  // likewise: what g comes into a chunk; A's gradient of the chunk takes its place
+              void* du, void* ddelta, void* dz,  // as u, delta and z, contiguous
+              View<N, 5> of_b,           // [places, batch, groups, states, chunks CHUNK], or [chunks, batch, d, n, 1]
+              View<N, 5> of_c,           // likewise
+              View<Real<N>, 3> of_d,     // [chunks WARPS, batch, channels]: of each warp that prepares
+              View<Real<N>, 3> of_bias,  // likewise
+              Real<N>* so_far,           // [2 or 3, batch, channels, seq]: sums over the states of earlier launches
               bool with_softplus, Method method, Cut cut) {
   using T = Real<N>;
-  constexpr int S = OF_LANE<N>, LED = PIECES / S;  // lanes to a state, when what is one number of a state is handed round
+  constexpr int S = OF_LANE<N>,
+                LED = PIECES / S;  // lanes to a state, when what is one number of a state is handed round
   DYNAMIC_SHARED(N, shared);
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = lane % PIECES;
-  const int half = threadIdx.x / PIECES;                  // of the block
-  N* const tile_b = shared;                               // [state][ROW]
-  N* const tile_c = tile_b + warps * OF_WARP<N> * ROW;    // conjugated, and doubled where numbers are complex
-  T* const rows = reinterpret_cast<T*>(tile_c + warps * OF_WARP<N> * ROW);  // [Row][ROW]
-  T* const sums = rows + ROWS * ROW;                      // over the states of half a warp: [half][2 or 3][ROW]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = lane % PIECES;
+  const int half = threadIdx.x / PIECES;                           // of the block
+  N* const tile_b = shared;                                        // [state][ROW]
+  N* const tile_c = tile_b + STATES<N> * ROW;                      // conjugated, and doubled where numbers are complex
+  T* const rows = reinterpret_cast<T*>(tile_c + STATES<N> * ROW);  // [Row][ROW]
+  T* const sums = rows + ROWS * ROW;  // over the states of half a warp: [half][2 or 3][ROW]
 
   const int64_t seq = u.size[2], channels = u.size[1], shares = channels / cut.share, chunks = kept.size[0];
   const int64_t part = blockIdx.x % unsigned(cut.parts), cell = blockIdx.x / unsigned(cut.parts);
@@ -472,16 +486,22 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
   };
   if (!holds_b) fill_b(share * cut.share);
   if (!holds_c) fill_c(share * cut.share);
-  Steps<N, M, true> steps{dy, u, delta, z, bias, with_softplus, batch, rows};
+  Steps<N, M, true> steps(dy, u, delta, z, bias, with_softplus, rows);
+  // Where a state that a lane leads is, in what is kept for the chunk, and carried; of the channel that is asked for.
+  const N *of_rate = A.data + channel0 * A.stride[0] + led * A.stride[1], *of_kept = &kept(chunk, batch, channel0, led);
+  N* of_carried = &carried(chunk, batch, channel0, led);
+  const int64_t previous =
+      (channels * u.size[0]) * states * chunks;  // and what foh carries besides, so much further on
   N next_a = 0, next_kept = 0, next_flow = 0, next_previous = 0;
   const auto ask = [&](int64_t channel) {
-    steps.ask(channel, t0);
-    if (!leads) return;
-    next_a = A(channel, led), next_kept = kept(chunk, batch, channel, led);
-    next_flow = carried(chunk, batch, channel, led);
-    if (LOOKS_BACK<M> && method == Method::foh) next_previous = carried(chunks + chunk, batch, channel, led);
+    steps.ask(channel);
+    if (leads) {
+      next_a = *of_rate, next_kept = *of_kept, next_flow = *of_carried;
+      if (LOOKS_BACK<M> && method == Method::foh) next_previous = of_carried[previous];
+    }
   };
-  if (channel0 < end) ask(channel0);
+  if (channel0 < end) steps.begin(batch, channel0, t0), ask(channel0);
+  int64_t place0 = (batch * channels + channel0) * seq + t0 + steps.step(0);  // of its first step in du, ddelta and dz
 
   N sum_b[S][OWN], sum_c[S][OWN];  // over the channels
   UNROLL
@@ -490,16 +510,19 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
     for (int k = 0; k < OWN; ++k) sum_b[j][k] = sum_c[j][k] = N(0);
   }
 #pragma unroll 1
-  for (int64_t channel = channel0; channel < end; ++channel) {
+  for (int64_t channel = channel0; channel < end; ++channel, place0 += seq) {
     if (holds_b) fill_b(channel);
     if (holds_c) fill_c(channel);
-    steps.prepare(t0);
+    steps.prepare();
     if (LOOKS_BACK<M> && threadIdx.x == 0) {
-      rows[TAKEN * ROW + STEP_BEFORE] = t0 > 0 ? worth<T>(steps.number(u, channel, t0 - 1), u.dtype) : T(0);
+      T input = 0;
+      if (t0 > 0) {
+        const unsigned char* at = u.data + batch * u.stride[0] + channel * u.stride[1] + (t0 - 1) * u.stride[2];
+        with_type<T>(u.dtype, [&]<typename From>() { input = T(*reinterpret_cast<const From*>(at)); });
+      }
+      rows[TAKEN * ROW + STEP_BEFORE] = input;
     }
-    const N led_a = next_a, led_kept = next_kept, led_flow = next_flow, led_previous = next_previous;
     __syncthreads();
-    if (channel + 1 < end) ask(channel + 1);
 
     T dt[OWN], taken[OWN], given[OWN], over_dt[OWN], time = 0, by_input[OWN] = {}, by_length[OWN] = {};
     load_own(dt, rows + LENGTH * ROW, piece), load_own(taken, rows + TAKEN * ROW, piece);
@@ -511,8 +534,8 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
     UNROLL
     for (int j = 0; j < S; ++j) {
       const int leader = (lane & PIECES) + j * LED;
-      const Rate<N, M> rate(from_lane(led_a, leader), method);
-      const N start = from_lane(led_kept, leader), coming = from_lane(led_flow, leader);
+      const Rate<N, M> rate(from_lane(next_a, leader), method);
+      const N start = from_lane(next_kept, leader), coming = from_lane(next_flow, leader);
       N b[OWN], c[OWN], h[OWN], end = 0, before = 0;
       Piece<N, M> of;
       load_own(b, tile_b + (half * S + j) * ROW, piece), load_own(c, tile_c + (half * S + j) * ROW, piece);
@@ -589,7 +612,7 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
       }
       if constexpr (LOOKS_BACK<M>) {  // what the step after the piece takes of its last input
         N later = from_later(from_next, 1);
-        const N of_chunk = from_lane(led_previous, leader);
+        const N of_chunk = from_lane(next_previous, leader);
         if (piece == PIECES - 1) later = of_chunk;
         by_input[OWN - 1] += product(conj(b[OWN - 1]), later);
         sum_b[j][OWN - 1] = add_scaled(sum_b[j][OWN - 1], taken[OWN - 1], later);
@@ -605,9 +628,10 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
     }
     store_own(of_half, piece, by_input), store_own(of_half + ROW, piece, by_length);
     const N chunk_a = sum_over_pieces(of_a, piece);
-    if (leads) carried(chunk, batch, channel, led) = chunk_a;
+    if (leads) *of_carried = chunk_a;
+    of_rate += A.stride[0], of_kept += states, of_carried += states;
     // Of what holds for all time the gradient is a sum over it.
-    const auto hold = [&](const View<N, 5>& of, N (&sum)[S][OWN], T factor) {
+    const auto hold = [&](const View<N, 5>& of, N(&sum)[S][OWN], T factor) {
       N total[S];
       UNROLL
       for (int j = 0; j < S; ++j) {
@@ -620,53 +644,64 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
     };
     if (holds_b) hold(of_b, sum_b, 1);
     if (holds_c) hold(of_c, sum_c, PARTS<N>);
+    if (channel + 1 < end) ask(channel + 1);
     __syncthreads();
 
     // du, ddelta and dz of the steps that a thread has prepared.
-    if (!steps.prepares()) continue;
     const T d = D.size[0] ? D(channel) : T(0);
     T sum_d = 0, sum_bias = 0;
     UNROLL
     for (int i = 0; i < EACH; ++i) {
-      const int place = place_of(steps.step(i));
-      const int64_t t = t0 + steps.step(i);
+      const int at = place_of(steps.step(i));
       T by[3] = {};
-      for (int row = 0; row < 2 * warps; ++row) {
-        UNROLL
-        for (int n = 0; n < 3; ++n) {
-          if (n < cut.sums) by[n] += sums[(row * cut.sums + n) * ROW + place];
+      const T* from = sums + at;
+#pragma unroll 2
+      for (int row = 0; row < THREADS / PIECES; ++row, from += cut.sums * ROW) {
+        by[0] += from[0], by[1] += from[ROW];
+        if (gated) by[2] += from[2 * ROW];
+      }
+      if (!steps.there[i]) continue;
+      const int64_t to = place0 + i * THREADS;
+      if (!(cut.first && cut.last)) {
+#pragma unroll 1
+        for (int n = 0; n < cut.sums; ++n) {
+          T& so_far_n = so_far[n * (u.size[0] * channels * seq) + to];
+          if (!cut.first) by[n] += so_far_n;
+          if (!cut.last) so_far_n = by[n];
         }
+        if (!cut.last) continue;
       }
-      if (t >= seq) continue;
-      for (int n = 0; n < cut.sums && !(cut.first && cut.last); ++n) {
-        T& so_far_n = so_far(n, batch, channel, t);
-        if (!cut.first) by[n] += so_far_n;
-        if (!cut.last) so_far_n = by[n];
-      }
-      if (!cut.last) continue;
-      const T dt_t = rows[LENGTH * ROW + place], u_t = rows[INPUT * ROW + place], dy_t = rows[GIVEN * ROW + place];
+      const T dt_t = rows[LENGTH * ROW + at], u_t = rows[INPUT * ROW + at], dy_t = rows[GIVEN * ROW + at];
       const T of_input = M == Method::mamba ? dt_t * by[0] : by[0];
       const T of_length = M == Method::mamba ? by[1] + u_t * by[0] : by[1];
-      const T of_delta = of_length * rows[SLOPE * ROW + place];
-      put(du, batch, channel, t, d * dy_t + of_input), put(ddelta, batch, channel, t, of_delta);
+      const T of_u = d * dy_t + of_input, of_delta = of_length * rows[SLOPE * ROW + at];
       sum_d += dy_t * u_t, sum_bias += of_delta;
-      if (gated) {
-        const T gate = worth<T>(steps.number(z, channel, t), z.dtype), open = reciprocal(T(1) + power(-gate * PER_E<T>));
-        const T before_gate = worth<T>(steps.number(dy, channel, t), dy.dtype) * (by[2] + d * u_t);
-        put(dz, batch, channel, t, before_gate * open * (1 + gate * (1 - open)));
-      }
+      with_type<T>(u.dtype, [&]<typename To>() {
+        reinterpret_cast<To*>(du)[to] = To(of_u), reinterpret_cast<To*>(ddelta)[to] = To(of_delta);
+        if (gated) {
+          const int64_t t = t0 + steps.step(i);
+          const auto again = [&](const Rows<3>& x) {
+            return T(
+                *reinterpret_cast<const To*>(x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2]));
+          };
+          const T gate = again(z), open = reciprocal(T(1) + power(-gate * PER_E<T>));
+          reinterpret_cast<To*>(dz)[to] = To(again(dy) * (by[2] + d * u_t) * open * (1 + gate * (1 - open)));
+        }
+      });
     }
     if (!cut.last) continue;
+    const bool upper = lane & 16;  // half of the lanes sum the one, half the other
+    T sum = (upper ? sum_bias : sum_d) + from_other(upper ? sum_d : sum_bias, 16);
     UNROLL
-    for (int offset = 16; offset > 0; offset /= 2) {
-      sum_d += from_other(sum_d, offset), sum_bias += from_other(sum_bias, offset);
+    for (int offset = 8; offset > 0; offset /= 2) sum += from_other(sum, offset);
+    if (piece == 0) {
+      const View<T, 3>& of = upper ? of_bias : of_d;
+      if (of.size[0]) of(chunk * WARPS + warp, batch, channel) = sum;
     }
-    if (lane == 0 && of_d.size[0]) of_d(chunk * LEAST_WARPS + warp, batch, channel) = sum_d;
-    if (lane == 0 && of_bias.size[0]) of_bias(chunk * LEAST_WARPS + warp, batch, channel) = sum_bias;
   }
 
   // What varies in time: the sums over the block's channels.
-  const auto write = [&](const View<N, 5>& of, const N (&sum)[S][OWN], T factor) {
+  const auto write = [&](const View<N, 5>& of, const N(&sum)[S][OWN], T factor) {
     const int64_t in_group = channels / of.size[2] / cut.share, place = share % in_group * cut.parts + part;
     UNROLL
     for (int j = 0; j < S; ++j) {
@@ -682,8 +717,8 @@ __global__ void __launch_bounds__(32 * WARPS, AT_ONCE<N>)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4> C,
-                             Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
+void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B,
+                             Input<4> C, Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
                              Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> of_b,
                              Output<5> of_c, Output<3> of_d, Output<3> of_bias, Output<4> so_far, bool delta_softplus,
                              int method, int parts, Stream stream) {
@@ -696,21 +731,17 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
       const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
       Cut cut{std::gcd(in_group(B), in_group(C)), parts, 0, true, false, z.size[0] > 0 ? 3 : 2};
       const int64_t shares = channels / cut.share;
-      constexpr int MOST = WARPS * OF_WARP<N>;  // states
-      for (int left = int(A.size[1]); !cut.last; left -= MOST, cut.state0 += MOST, cut.first = false) {
-        const int warps = std::max(LEAST_WARPS, int(ceil_div(std::min(left, MOST), OF_WARP<N>)));
-        cut.last = left <= MOST;
-        const dim3 block(unsigned(32 * warps));
-        const size_t tile = size_t(warps) * OF_WARP<N> * ROW * sizeof(N), of_steps = size_t(ROWS) * ROW * sizeof(T);
-        const size_t flows = size_t(CARRY) * warps * OF_WARP<N> * sizeof(N);
-        launch<carry<N, M>>({batches * shares * ceil_div(cut.share, CARRY)}, block, tile + flows + of_steps, stream,
-                            rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C), rows(z), delta_bias.as<T>(),
-                            carried.as<N>(), dinitial.as<N>(), delta_softplus, Method(method), cut);
-        const size_t sums = size_t(2) * warps * cut.sums * ROW * sizeof(T);
-        launch<gradients<N, M>>({chunks * batches * shares * parts}, block, 2 * tile + of_steps + sums, stream,
+      const size_t tile = STATES<N> * ROW * sizeof(N), of_steps = ROWS * ROW * sizeof(T);
+      const size_t flows = 2 * CARRY * STATES<N> * sizeof(N), sums = THREADS / PIECES * cut.sums * ROW * sizeof(T);
+      for (; !cut.last; cut.state0 += STATES<N>, cut.first = false) {
+        cut.last = A.size[1] - cut.state0 <= STATES<N>;
+        launch<carry<N, M>>({batches * shares * ceil_div(cut.share, CARRY)}, dim3(THREADS), tile + flows + of_steps,
+                            stream, rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C), rows(z),
+                            delta_bias.as<T>(), carried.as<N>(), dinitial.as<N>(), delta_softplus, Method(method), cut);
+        launch<gradients<N, M>>({chunks * batches * shares * parts}, dim3(THREADS), 2 * tile + of_steps + sums, stream,
                                 rows(dy), rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
-                                delta_bias.as<T>(), states.as<N>(), carried.as<N>(), rows(du), rows(ddelta), rows(dz),
-                                of_b.as<N>(), of_c.as<N>(), of_d.as<T>(), of_bias.as<T>(), so_far.as<T>(),
+                                delta_bias.as<T>(), states.as<N>(), carried.as<N>(), du.data, ddelta.data, dz.data,
+                                of_b.as<N>(), of_c.as<N>(), of_d.as<T>(), of_bias.as<T>(), so_far.as<T>().data,
                                 delta_softplus, Method(method), cut);
       }
     });

@@ -91,7 +91,7 @@ SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
 CHUNK = 128  # steps between those before which the states are kept for the backward
 BLOCKS = {"cpu": 2, "cuda": 792}  # of the backward, if there are so many channels: they share those of a chunk of steps
-AT_ONCE = 32  # states of 4 bytes that a launch of the backward has
+AT_ONCE = 16  # states of 4 bytes that a launch of the backward has
 WARPS = 2  # of a block of it, which have sums of D's gradient and of delta_bias' each
 
 
