@@ -6,7 +6,7 @@ void selective_scan(Input<3> u, Input<3> delta, Input<2> A, Input<4> B, Input<4>
 void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B,
                              Input<4> C, Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
                              Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> of_b,
-                             Output<5> of_c, Output<3> of_d, Output<3> of_bias, Output<4> so_far, bool delta_softplus,
+                             Output<5> of_c, Output<4> of_d, Output<4> of_bias, Output<4> so_far, bool delta_softplus,
                              int method, int parts, Stream stream);
 
 STAGE_MODULE(m) {

@@ -48,20 +48,22 @@ constexpr int STATES = OF_WARP<N> * WARPS;  // of a launch
 template <typename N>
 constexpr int AT_ONCE = std::is_same_v<N, float> ? 6 : 1;  // blocks, if they are large: how many registers
 
-// A row of a chunk's steps in shared memory: a lane's OWN are two groups of FOUR, which lie in two planes, so that lanes
-// that read such a group each read one place after the other. Behind a plane are 16 numbers more, for other banks; the
-// first of them is for the step before the chunk.
-constexpr int PLANE = CHUNK / 2 + 16, ROW = 2 * PLANE, STEP_BEFORE = CHUNK / 2;
-__device__ __forceinline__ int place_of(int step) {
-  return step % OWN / FOUR * PLANE + step / OWN * FOUR + step % FOUR;
+// A row of a chunk's steps in shared memory. A lane's OWN are two groups of FOUR, and lanes beside each other read groups
+// beside each other: the first ones of all lanes, then the second ones, whose places are swapped by fours, so that threads
+// that take one step each, of both, meet no bank twice. Behind them is a place for the step before the chunk.
+constexpr int ROW = CHUNK + FOUR, STEP_BEFORE = CHUNK;
+__device__ __forceinline__ int place_of(int piece, int group) {
+  return group * (CHUNK / 2) + (piece ^ group * 4) * FOUR;
 }
+__device__ __forceinline__ int place_of(int step) { return place_of(step / OWN, step % OWN / FOUR) + step % FOUR; }
+constexpr int MORE = THREADS / OWN * FOUR;  // places from a thread's step to its next one
 
 template <typename N>
 __device__ __forceinline__ void load_own(N (&values)[OWN], const N* row, int piece) {
   UNROLL
   for (int k = 0; k < OWN; k += FOUR) {
     N group[FOUR];
-    load_row(group, row + k / FOUR * PLANE + piece * FOUR);
+    load_row(group, row + place_of(piece, k / FOUR));
     UNROLL
     for (int i = 0; i < FOUR; ++i) values[k + i] = group[i];
   }
@@ -73,7 +75,7 @@ __device__ __forceinline__ void store_own(T* row, int piece, const T (&values)[O
     T group[FOUR];
     UNROLL
     for (int i = 0; i < FOUR; ++i) group[i] = values[k + i];
-    store_row(row + k / FOUR * PLANE + piece * FOUR, group);
+    store_row(row + place_of(piece, k / FOUR), group);
   }
 }
 
@@ -129,6 +131,15 @@ __device__ __forceinline__ N sum_over_pieces(N (&values)[COUNT], int piece) {
   UNROLL
   for (; offset > 0; offset /= 2) values[0] = values[0] + from_other(values[0], offset);
   return values[0];
+}
+
+// A lane's sums of its steps, which begin anew.
+template <typename N>
+__device__ __forceinline__ N total_of(N (&sums)[OWN]) {
+  N total = 0;
+  UNROLL
+  for (int k = 0; k < OWN; ++k) total = total + sums[k], sums[k] = N(0);
+  return total;
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
@@ -214,9 +225,9 @@ struct Steps {
   const Rows<3>&dy, &u, &delta, &z;  // u only if there are INPUTS
   const View<const T, 1>& bias;
   bool with_softplus;
-  T* rows;                                              // [Row][ROW]
-  const unsigned char *of_dy, *of_u, *of_delta, *of_z;  // of the next channel, at the thread's first step
-  bool there[EACH];                                     // which of its steps are before the end
+  T* rows;                                       // [Row][ROW]
+  const unsigned char *of_dy, *of_u, *of_delta;  // of the next channel, at the thread's first step
+  bool there[EACH];                              // which of its steps are before the end
   Bits<T> next_dy[EACH], next_u[EACH], next_delta[EACH], next_z[EACH];
   T next_bias;
 
@@ -231,7 +242,7 @@ struct Steps {
     const auto at = [&](const Rows<3>& x) {
       return x.data + batch * x.stride[0] + channel * x.stride[1] + (t0 + step(0)) * x.stride[2];
     };
-    of_dy = at(dy), of_delta = at(delta), of_z = at(z);
+    of_dy = at(dy), of_delta = at(delta);
     if (INPUTS) of_u = at(u);
     UNROLL
     for (int i = 0; i < EACH; ++i) there[i] = t0 + step(i) < delta.size[2];
@@ -246,15 +257,18 @@ struct Steps {
     from += x.stride[1];
   }
   template <typename From>
-  __device__ __forceinline__ void ask_for_all() {
+  __device__ __forceinline__ void ask_for_all(int64_t batch, int64_t channel, int64_t t0) {
     ask_for<From>(next_dy, dy, of_dy), ask_for<From>(next_delta, delta, of_delta);
     if (INPUTS) ask_for<From>(next_u, u, of_u);
-    if (z.size[0]) ask_for<From>(next_z, z, of_z);
+    if (z.size[0]) {
+      const unsigned char* of_z = z.data + batch * z.stride[0] + channel * z.stride[1] + (t0 + step(0)) * z.stride[2];
+      ask_for<From>(next_z, z, of_z);
+    }
   }
   // Asks for the next channel's numbers; the one after it is the next then.
-  __device__ __forceinline__ void ask(int64_t channel) {
-    if (sizeof(T) == 4 && delta.bytes == 2) ask_for_all<uint16_t>();
-    else ask_for_all<Bits<T>>();
+  __device__ __forceinline__ void ask(int64_t batch, int64_t channel, int64_t t0) {
+    if (sizeof(T) == 4 && delta.bytes == 2) ask_for_all<uint16_t>(batch, channel, t0);
+    else ask_for_all<Bits<T>>(batch, channel, t0);
     next_bias = bias.size[0] ? bias(channel) : T(0);
   }
 
@@ -271,7 +285,7 @@ struct Steps {
       }
       if (!there[i]) dt = 0;  // past the end: a step of no length changes nothing
       if (z.size[0]) given *= silu(worth<T>(next_z[i], dtype));
-      T* to = rows + place_of(step(i));
+      T* to = rows + place_of(threadIdx.x) + i * MORE;
       to[LENGTH * ROW] = dt, to[GIVEN * ROW] = given;
       if constexpr (INPUTS) {
         const T input = worth<T>(next_u[i], dtype);
@@ -370,7 +384,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
     }
   }
   Steps<N, M, false> steps(dy, delta, delta, z, bias, with_softplus, rows);
-  if (chunks > 0) steps.begin(batch, channel0, (chunks - 1) * CHUNK), steps.ask(channel0);
+  if (chunks > 0) steps.begin(batch, channel0, (chunks - 1) * CHUNK), steps.ask(batch, channel0, (chunks - 1) * CHUNK);
   for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
     const int64_t t0 = chunk * CHUNK;
     for (int c = 0; c < count; ++c) {
@@ -381,8 +395,8 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       }
       steps.prepare();
       __syncthreads();
-      if (c + 1 < count) steps.ask(channel + 1);
-      else if (chunk > 0) steps.begin(batch, channel0, t0 - CHUNK), steps.ask(channel0);
+      if (c + 1 < count) steps.ask(batch, channel + 1, t0);
+      else if (chunk > 0) steps.begin(batch, channel0, t0 - CHUNK), steps.ask(batch, channel0, t0 - CHUNK);
 
       T dt[OWN], given[OWN], over_dt[OWN], time = 0;
       load_own(dt, rows + LENGTH * ROW, piece), load_own(given, rows + GIVEN * ROW, piece);
@@ -447,14 +461,14 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
               View<const Real<N>, 1> D,     // [channels], or empty
               Rows<3> z,                    // [batch, channels, seq], or empty
               View<const Real<N>, 1> bias,  // [channels], or empty
-              View<const N, 4> kept,        // [chunks, batch, channels, states]: before each CHUNK of steps
-              View<N, 4> carried,  // likewise: what g comes into a chunk; A's gradient of the chunk takes its place
+              const N* kept,                // [chunks, batch, channels, states]: before each CHUNK of steps
+              N* carried,  // likewise: what g comes into a chunk; A's gradient of the chunk takes its place
               void* du, void* ddelta, void* dz,  // as u, delta and z, contiguous
-              View<N, 5> of_b,           // [places, batch, groups, states, chunks CHUNK], or [chunks, batch, d, n, 1]
-              View<N, 5> of_c,           // likewise
-              View<Real<N>, 3> of_d,     // [chunks WARPS, batch, channels]: of each warp that prepares
-              View<Real<N>, 3> of_bias,  // likewise
-              Real<N>* so_far,           // [2 or 3, batch, channels, seq]: sums over the states of earlier launches
+              View<N, 5> of_b,   // [places, batch, groups, states, chunks CHUNK], or [chunks, batch, d, n, 1]
+              View<N, 5> of_c,   // likewise
+              Real<N>* of_d,     // [chunks, batch, channels, WARPS], or none
+              Real<N>* of_bias,  // likewise
+              Real<N>* so_far,   // [2 or 3, batch, channels, seq]: sums over the states of earlier launches
               bool with_softplus, Method method, Cut cut) {
   using T = Real<N>;
   constexpr int S = OF_LANE<N>,
@@ -464,10 +478,11 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
   const int half = threadIdx.x / PIECES;                           // of the block
   N* const tile_b = shared;                                        // [state][ROW]
   N* const tile_c = tile_b + STATES<N> * ROW;                      // conjugated, and doubled where numbers are complex
-  T* const rows = reinterpret_cast<T*>(tile_c + STATES<N> * ROW);  // [Row][ROW]
+  N* const sums_c = tile_c + STATES<N> * ROW;                      // of C's gradient
+  T* const rows = reinterpret_cast<T*>(sums_c + STATES<N> * ROW);  // [Row][ROW]
   T* const sums = rows + ROWS * ROW;  // over the states of half a warp: [half][2 or 3][ROW]
 
-  const int64_t seq = u.size[2], channels = u.size[1], shares = channels / cut.share, chunks = kept.size[0];
+  const int64_t seq = u.size[2], channels = u.size[1], shares = channels / cut.share, chunks = ceil_div(seq, CHUNK);
   const int64_t part = blockIdx.x % unsigned(cut.parts), cell = blockIdx.x / unsigned(cut.parts);
   const int64_t share = cell % shares, batch = cell / shares % u.size[0], chunk = cell / shares / u.size[0];
   const int64_t count = ceil_div(cut.share, cut.parts), t0 = chunk * CHUNK;
@@ -487,30 +502,27 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
   if (!holds_b) fill_b(share * cut.share);
   if (!holds_c) fill_c(share * cut.share);
   Steps<N, M, true> steps(dy, u, delta, z, bias, with_softplus, rows);
-  // Where a state that a lane leads is, in what is kept for the chunk, and carried; of the channel that is asked for.
-  const N *of_rate = A.data + channel0 * A.stride[0] + led * A.stride[1], *of_kept = &kept(chunk, batch, channel0, led);
-  N* of_carried = &carried(chunk, batch, channel0, led);
-  const int64_t previous =
-      (channels * u.size[0]) * states * chunks;  // and what foh carries besides, so much further on
+  const int64_t row0 = (chunk * u.size[0] + batch) * channels;  // of the channels in what a chunk has for each
   N next_a = 0, next_kept = 0, next_flow = 0, next_previous = 0;
   const auto ask = [&](int64_t channel) {
-    steps.ask(channel);
-    if (leads) {
-      next_a = *of_rate, next_kept = *of_kept, next_flow = *of_carried;
-      if (LOOKS_BACK<M> && method == Method::foh) next_previous = of_carried[previous];
-    }
+    steps.ask(batch, channel, t0);
+    if (!leads) return;
+    const int64_t at = (row0 + channel) * states + led;
+    next_a = A(channel, led), next_kept = kept[at], next_flow = carried[at];
+    if (LOOKS_BACK<M> && method == Method::foh) next_previous = carried[chunks * u.size[0] * channels * states + at];
   };
   if (channel0 < end) steps.begin(batch, channel0, t0), ask(channel0);
-  int64_t place0 = (batch * channels + channel0) * seq + t0 + steps.step(0);  // of its first step in du, ddelta and dz
 
-  N sum_b[S][OWN], sum_c[S][OWN];  // over the channels
+  // Sums over the channels. Those for C lie in shared memory, each lane's own: registers are short.
+  N sum_b[S][OWN];
   UNROLL
   for (int j = 0; j < S; ++j) {
     UNROLL
-    for (int k = 0; k < OWN; ++k) sum_b[j][k] = sum_c[j][k] = N(0);
+    for (int k = 0; k < OWN; ++k) sum_b[j][k] = N(0);
+    store_own(sums_c + (half * S + j) * ROW, piece, sum_b[j]);
   }
 #pragma unroll 1
-  for (int64_t channel = channel0; channel < end; ++channel, place0 += seq) {
+  for (int64_t channel = channel0; channel < end; ++channel) {
     if (holds_b) fill_b(channel);
     if (holds_c) fill_c(channel);
     steps.prepare();
@@ -529,7 +541,8 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
     load_own(given, rows + GIVEN * ROW, piece);
     UNROLL
     for (int k = 0; k < OWN; ++k) time += dt[k], over_dt[k] = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
-    T* const of_half = sums + half * cut.sums * ROW;
+    T* const of_half = sums + half * 2 * ROW;  // and what is seen of the states, for z
+    T* const seen_by_half = sums + (THREADS / PIECES * 2 + half) * ROW;
     N of_a[S];
     UNROLL
     for (int j = 0; j < S; ++j) {
@@ -581,12 +594,16 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       const N first = state;
       UNROLL
       for (int k = 0; k < OWN; ++k) state = h[k] = multiply_add(of.a_bar[k], state, h[k]);
+      N sum_c[OWN];
+      load_own(sum_c, sums_c + (half * S + j) * ROW, piece);
+      UNROLL
+      for (int k = 0; k < OWN; ++k) sum_c[k] = add_scaled(sum_c[k], given[k], conj(h[k]));
+      store_own(sums_c + (half * S + j) * ROW, piece, sum_c);
       N sum_a = 0, from_next = 0;
       UNROLL
       for (int k = OWN - 1; k >= 0; --k) {
         const N g = add_scaled(flow, given[k], c[k]), state_before = k > 0 ? h[k - 1] : first;
         flow = conj(of.a_bar[k]) * g;
-        sum_c[j][k] = add_scaled(sum_c[j][k], given[k], conj(h[k]));
         if constexpr (EXPONENT_ALONE<M>) {
           const N counts = flow * conj(state_before);
           sum_a = add_scaled(sum_a, dt[k], counts);
@@ -620,48 +637,55 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       of_a[j] = sum_a;
       if (gated) {
         T seen[OWN] = {};
-        if (j > 0) load_own(seen, of_half + 2 * ROW, piece);
+        if (j > 0) load_own(seen, seen_by_half, piece);
         UNROLL
         for (int k = 0; k < OWN; ++k) seen[k] += product(conj(c[k]), h[k]);
-        store_own(of_half + 2 * ROW, piece, seen);
+        store_own(seen_by_half, piece, seen);
       }
     }
     store_own(of_half, piece, by_input), store_own(of_half + ROW, piece, by_length);
     const N chunk_a = sum_over_pieces(of_a, piece);
-    if (leads) *of_carried = chunk_a;
-    of_rate += A.stride[0], of_kept += states, of_carried += states;
+    if (leads) carried[(row0 + channel) * states + led] = chunk_a;
     // Of what holds for all time the gradient is a sum over it.
-    const auto hold = [&](const View<N, 5>& of, N(&sum)[S][OWN], T factor) {
-      N total[S];
-      UNROLL
-      for (int j = 0; j < S; ++j) {
-        total[j] = sum[j][0], sum[j][0] = N(0);
-        UNROLL
-        for (int k = 1; k < OWN; ++k) total[j] = total[j] + sum[j][k], sum[j][k] = N(0);
-      }
+    const auto hold = [&](const View<N, 5>& of, N(&total)[S], T factor) {
       const N of_chunk = sum_over_pieces(total, piece) * factor;
       if (leads) of(chunk, batch, channel, led, 0) = of_chunk;
     };
-    if (holds_b) hold(of_b, sum_b, 1);
-    if (holds_c) hold(of_c, sum_c, PARTS<N>);
+    if (holds_b) {
+      N total[S];
+      UNROLL
+      for (int j = 0; j < S; ++j) total[j] = total_of(sum_b[j]);
+      hold(of_b, total, 1);
+    }
+    if (holds_c) {
+      N total[S];
+      UNROLL
+      for (int j = 0; j < S; ++j) {
+        N sum_c[OWN];
+        load_own(sum_c, sums_c + (half * S + j) * ROW, piece);
+        total[j] = total_of(sum_c);
+        store_own(sums_c + (half * S + j) * ROW, piece, sum_c);
+      }
+      hold(of_c, total, PARTS<N>);
+    }
     if (channel + 1 < end) ask(channel + 1);
     __syncthreads();
 
     // du, ddelta and dz of the steps that a thread has prepared.
     const T d = D.size[0] ? D(channel) : T(0);
+    const int64_t to0 = (batch * channels + channel) * seq + t0 + steps.step(0);
     T sum_d = 0, sum_bias = 0;
     UNROLL
     for (int i = 0; i < EACH; ++i) {
-      const int at = place_of(steps.step(i));
-      T by[3] = {};
-      const T* from = sums + at;
-#pragma unroll 2
-      for (int row = 0; row < THREADS / PIECES; ++row, from += cut.sums * ROW) {
-        by[0] += from[0], by[1] += from[ROW];
-        if (gated) by[2] += from[2 * ROW];
-      }
       if (!steps.there[i]) continue;
-      const int64_t to = place0 + i * THREADS;
+      const int at = place_of(threadIdx.x) + i * MORE;
+      const int64_t to = to0 + i * THREADS;
+      T by[3] = {};
+      UNROLL
+      for (int row = 0; row < THREADS / PIECES; ++row) {
+        by[0] += sums[row * 2 * ROW + at], by[1] += sums[row * 2 * ROW + ROW + at];
+        if (gated) by[2] += sums[(THREADS / PIECES * 2 + row) * ROW + at];
+      }
       if (!(cut.first && cut.last)) {
 #pragma unroll 1
         for (int n = 0; n < cut.sums; ++n) {
@@ -679,10 +703,9 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       with_type<T>(u.dtype, [&]<typename To>() {
         reinterpret_cast<To*>(du)[to] = To(of_u), reinterpret_cast<To*>(ddelta)[to] = To(of_delta);
         if (gated) {
-          const int64_t t = t0 + steps.step(i);
           const auto again = [&](const Rows<3>& x) {
-            return T(
-                *reinterpret_cast<const To*>(x.data + batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2]));
+            return T(*reinterpret_cast<const To*>(x.data + batch * x.stride[0] + channel * x.stride[1] +
+                                                  (t0 + steps.step(i)) * x.stride[2]));
           };
           const T gate = again(z), open = reciprocal(T(1) + power(-gate * PER_E<T>));
           reinterpret_cast<To*>(dz)[to] = To(again(dy) * (by[2] + d * u_t) * open * (1 + gate * (1 - open)));
@@ -690,37 +713,36 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       });
     }
     if (!cut.last) continue;
-    const bool upper = lane & 16;  // half of the lanes sum the one, half the other
-    T sum = (upper ? sum_bias : sum_d) + from_other(upper ? sum_d : sum_bias, 16);
-    UNROLL
-    for (int offset = 8; offset > 0; offset /= 2) sum += from_other(sum, offset);
-    if (piece == 0) {
-      const View<T, 3>& of = upper ? of_bias : of_d;
-      if (of.size[0]) of(chunk * WARPS + warp, batch, channel) = sum;
-    }
+    const bool upper = lane & PIECES;  // half of the lanes sum the one, half the other
+    T sum[1] = {(upper ? sum_bias : sum_d) + from_other(upper ? sum_d : sum_bias, PIECES)};
+    const T of_chunk = sum_over_pieces(sum, piece);
+    T* const of = upper ? of_bias : of_d;
+    if (piece == 0 && of != nullptr) of[(row0 + channel) * WARPS + warp] = of_chunk;
   }
 
   // What varies in time: the sums over the block's channels.
-  const auto write = [&](const View<N, 5>& of, const N(&sum)[S][OWN], T factor) {
+  const auto write = [&](const View<N, 5>& of, int j, const N(&sum)[OWN], T factor) {
+    if (own + j >= states) return;
     const int64_t in_group = channels / of.size[2] / cut.share, place = share % in_group * cut.parts + part;
+    N numbers[OWN];
     UNROLL
-    for (int j = 0; j < S; ++j) {
-      if (own + j >= states) continue;
-      N numbers[OWN];
-      UNROLL
-      for (int k = 0; k < OWN; ++k) numbers[k] = sum[j][k] * factor;
-      store_row(&of(place, batch, share / in_group, own + j, t0 + piece * OWN), numbers);
-    }
+    for (int k = 0; k < OWN; ++k) numbers[k] = sum[k] * factor;
+    store_row(&of(place, batch, share / in_group, own + j, t0 + piece * OWN), numbers);
   };
-  if (!holds_b) write(of_b, sum_b, 1);
-  if (!holds_c) write(of_c, sum_c, PARTS<N>);
+  UNROLL
+  for (int j = 0; j < S; ++j) {
+    N sum_c[OWN];
+    load_own(sum_c, sums_c + (half * S + j) * ROW, piece);
+    if (!holds_b) write(of_b, j, sum_b[j], 1);
+    if (!holds_c) write(of_c, j, sum_c, PARTS<N>);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> delta, Input<2> A, Input<4> B,
                              Input<4> C, Input<1> D, Input<3> z, Input<1> delta_bias, Input<4> states, Output<3> du,
                              Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> of_b,
-                             Output<5> of_c, Output<3> of_d, Output<3> of_bias, Output<4> so_far, bool delta_softplus,
+                             Output<5> of_c, Output<4> of_d, Output<4> of_bias, Output<4> so_far, bool delta_softplus,
                              int method, int parts, Stream stream) {
   const int64_t batches = u.size[0], channels = u.size[1], chunks = states.size[0];
   if (batches == 0 || channels == 0) return;
@@ -738,11 +760,11 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
         launch<carry<N, M>>({batches * shares * ceil_div(cut.share, CARRY)}, dim3(THREADS), tile + flows + of_steps,
                             stream, rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C), rows(z),
                             delta_bias.as<T>(), carried.as<N>(), dinitial.as<N>(), delta_softplus, Method(method), cut);
-        launch<gradients<N, M>>({chunks * batches * shares * parts}, dim3(THREADS), 2 * tile + of_steps + sums, stream,
+        launch<gradients<N, M>>({chunks * batches * shares * parts}, dim3(THREADS), 3 * tile + of_steps + sums, stream,
                                 rows(dy), rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
-                                delta_bias.as<T>(), states.as<N>(), carried.as<N>(), du.data, ddelta.data, dz.data,
-                                of_b.as<N>(), of_c.as<N>(), of_d.as<T>(), of_bias.as<T>(), so_far.as<T>().data,
-                                delta_softplus, Method(method), cut);
+                                delta_bias.as<T>(), states.as<N>().data, carried.as<N>().data, du.data, ddelta.data,
+                                dz.data, of_b.as<N>(), of_c.as<N>(), of_d.as<T>().data, of_bias.as<T>().data,
+                                so_far.as<T>().data, delta_softplus, Method(method), cut);
       }
     });
   });

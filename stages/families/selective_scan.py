@@ -196,7 +196,7 @@ def define(
         ]
         sums = accumulator(u.dtype)
         of_d, of_bias = (
-            operator.empty((0, 0, 0) if x is None else (WARPS * chunks, batch, channels), like=u, dtype=sums)
+            operator.empty((0,) * 4 if x is None else (chunks, batch, channels, WARPS), like=u, dtype=sums)
             for x in (D, delta_bias)
         )
         # The sums over states, if it takes more than one launch to come to all of them.
@@ -216,7 +216,7 @@ def define(
             else:
                 total = parts_of_x[..., :seq].sum(0).view(x.shape)
             dbc.append(total.to(x.dtype))
-        return du, ddelta, carried[:chunks].sum((0, 1)), *dbc, of_d.sum((0, 1)), dz, of_bias.sum((0, 1)), dinitial
+        return du, ddelta, carried[:chunks].sum((0, 1)), *dbc, of_d.sum((0, 1, 3)), dz, of_bias.sum((0, 1, 3)), dinitial
 
     def fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias, *_) -> tuple[Tensor, ...]:
         d, bias = (operator.empty((0,), u, accumulator(u.dtype)) if x is None else x for x in (D, delta_bias))
