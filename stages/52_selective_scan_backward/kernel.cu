@@ -38,6 +38,7 @@ constexpr int PIECES = CHUNK / OWN;  // lanes that have a chunk of steps: half a
 constexpr int SIDES = 32 / PIECES;
 constexpr int WARPS = 2, THREADS = 32 * WARPS;  // of a block
 constexpr int EACH = CHUNK / THREADS;           // steps that a thread prepares
+constexpr int ENOUGH = 1056;                    // blocks, 8 for each multiprocessor of an H100: 16 warps
 constexpr int CARRY = 8;                        // channels of a block of carry
 template <typename N>
 constexpr int OF_LANE = 16 / int(sizeof(N));  // states
@@ -45,8 +46,8 @@ template <typename N>
 constexpr int OF_WARP = OF_LANE<N> * SIDES;
 template <typename N>
 constexpr int STATES = OF_WARP<N> * WARPS;  // of a launch
-template <typename N>
-constexpr int AT_ONCE = std::is_same_v<N, float> ? 6 : 1;  // blocks, if they are large: how many registers
+template <typename N, int BLOCKS_OF_FLOAT>
+constexpr int AT_ONCE = std::is_same_v<N, float> ? BLOCKS_OF_FLOAT : 1;  // how many blocks, so how many registers
 
 // A row of a chunk's steps in shared memory. A lane's OWN are two groups of FOUR, and lanes beside each other read groups
 // beside each other: the first ones of all lanes, then the second ones, whose places are swapped by fours, so that threads
@@ -209,7 +210,8 @@ __device__ __forceinline__ T worth(Bits<T> bits, DType dtype) {
 // How the work is cut.
 struct Cut {
   int64_t share;     // neighbouring channels that have the same groups of B and of C
-  int parts;         // blocks that share those
+  int parts;         // blocks of gradients that share those
+  int together;      // channels of a block of carry, at most CARRY
   int state0;        // the first state of this launch
   bool first, last;  // of the launches
   int sums;          // over states of each step: 2, with gates 3
@@ -300,14 +302,13 @@ struct Steps {
 template <typename N, bool CONJUGATED, bool WITH_STEP_BEFORE>
 __device__ __forceinline__ void fill(N* tile, const Rows<4>& x, const unsigned char* from, int states, int64_t t0,
                                      int64_t seq, Real<N> factor) {
-  const int rows = STATES<N>;
   const int64_t along = x.size[3] == 1 ? 0 : x.stride[3];
   with_type<N>(x.dtype, [&]<typename From>() {
     const auto column = [&](int64_t t, int place) {
       const unsigned char* at = from + t * along;
       const int there = t >= 0 && t < seq ? states : 0;
-#pragma unroll 4
-      for (int row = 0; row < rows; ++row, at += x.stride[2]) {
+      UNROLL
+      for (int row = 0; row < STATES<N>; ++row, at += x.stride[2]) {
         N number = 0;
         if (row < there) number = N(*reinterpret_cast<const From*>(at));
         tile[row * ROW + place] = (CONJUGATED ? conj(number) : number) * factor;
@@ -342,7 +343,7 @@ struct Piece {
 
 // grid (batch channels / CARRY), block (32 for each OF_WARP states): what g goes into each chunk with
 template <typename N, Method M>
-__global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
+__global__ void __launch_bounds__(THREADS, AT_ONCE<N, 8>)
     carry(Rows<3> dy,                   // [batch, channels, seq]
           View<const N, 3> dlast,       // [batch, channels, states]
           Rows<3> delta,                // [batch, channels, seq]
@@ -363,10 +364,10 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
   T* const rows = reinterpret_cast<T*>(rates + CARRY * STATES<N>);
 
   const int64_t seq = delta.size[2], channels = delta.size[1], chunks = ceil_div(seq, CHUNK);
-  const int64_t pieces = ceil_div(cut.share, CARRY), shares = channels / cut.share;
+  const int64_t pieces = ceil_div(cut.share, cut.together), shares = channels / cut.share;
   const int64_t share = blockIdx.x / pieces, batch = share / shares;
-  const int64_t channel0 = share % shares * cut.share + blockIdx.x % pieces * CARRY;
-  const int count = int(min(int64_t(CARRY), (share % shares + 1) * cut.share - channel0));
+  const int64_t channel0 = share % shares * cut.share + blockIdx.x % pieces * cut.together;
+  const int count = int(min(int64_t(cut.together), (share % shares + 1) * cut.share - channel0));
   const int states = int(A.size[1]), own = cut.state0 + half * S, there = max(0, min(S, states - own));
   const bool holds_c = C.size[3] == 1;
 
@@ -402,6 +403,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       load_own(dt, rows + LENGTH * ROW, piece), load_own(given, rows + GIVEN * ROW, piece);
       UNROLL
       for (int k = 0; k < OWN; ++k) time += dt[k], over_dt[k] = DIVIDES<M> ? reciprocal(dt[k]) : T(0);
+      N* const carried_here = &carried(chunk, batch, channel0 + c, own);
       N a[S], flow_of[S];
       load_row(a, rate_of + c * stride), load_row(flow_of, flow + c * stride);
       UNROLL
@@ -431,10 +433,10 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
             if (k > 0) g = conj(of.a_bar[k]) * g;
           }
           if (piece == 0 && j < there && chunk > 0 && method == Method::foh) {
-            carried(chunks + chunk - 1, batch, channel, own + j) = conj(previous) * g;
+            carried(chunks + chunk - 1, batch, channel0 + c, own + j) = conj(previous) * g;
           }
         }
-        if (piece == PIECES - 1 && j < there) carried(chunk, batch, channel, own + j) = coming;
+        if (piece == PIECES - 1 && j < there) carried_here[j] = coming;
         flow_of[j] = of.out;
       }
       __syncwarp();
@@ -451,7 +453,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
 
 // grid (chunks batch shares parts), block (32 for each OF_WARP states): all gradients but that of the initial state
 template <typename N, Method M>
-__global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
+__global__ void __launch_bounds__(THREADS, AT_ONCE<N, 6>)
     gradients(Rows<3> dy,                   // [batch, channels, seq]
               Rows<3> u,                    // [batch, channels, seq]
               Rows<3> delta,                // [batch, channels, seq]
@@ -503,13 +505,14 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
   if (!holds_c) fill_c(share * cut.share);
   Steps<N, M, true> steps(dy, u, delta, z, bias, with_softplus, rows);
   const int64_t row0 = (chunk * u.size[0] + batch) * channels;  // of the channels in what a chunk has for each
+  int64_t of_led = (row0 + channel0) * states + led;            // likewise, of the state that a lane leads
   N next_a = 0, next_kept = 0, next_flow = 0, next_previous = 0;
   const auto ask = [&](int64_t channel) {
     steps.ask(batch, channel, t0);
     if (!leads) return;
-    const int64_t at = (row0 + channel) * states + led;
-    next_a = A(channel, led), next_kept = kept[at], next_flow = carried[at];
-    if (LOOKS_BACK<M> && method == Method::foh) next_previous = carried[chunks * u.size[0] * channels * states + at];
+    next_a = A(channel, led), next_kept = kept[of_led], next_flow = carried[of_led];
+    if (LOOKS_BACK<M> && method == Method::foh)
+      next_previous = carried[chunks * u.size[0] * channels * states + of_led];
   };
   if (channel0 < end) steps.begin(batch, channel0, t0), ask(channel0);
 
@@ -645,7 +648,8 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
     }
     store_own(of_half, piece, by_input), store_own(of_half + ROW, piece, by_length);
     const N chunk_a = sum_over_pieces(of_a, piece);
-    if (leads) carried[(row0 + channel) * states + led] = chunk_a;
+    if (leads) carried[of_led] = chunk_a;
+    of_led += states;
     // Of what holds for all time the gradient is a sum over it.
     const auto hold = [&](const View<N, 5>& of, N(&total)[S], T factor) {
       const N of_chunk = sum_over_pieces(total, piece) * factor;
@@ -680,24 +684,27 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
       if (!steps.there[i]) continue;
       const int at = place_of(threadIdx.x) + i * MORE;
       const int64_t to = to0 + i * THREADS;
-      T by[3] = {};
+      T of_inputs = 0, of_lengths = 0, seen = 0;
       UNROLL
       for (int row = 0; row < THREADS / PIECES; ++row) {
-        by[0] += sums[row * 2 * ROW + at], by[1] += sums[row * 2 * ROW + ROW + at];
-        if (gated) by[2] += sums[(THREADS / PIECES * 2 + row) * ROW + at];
+        of_inputs += sums[row * 2 * ROW + at], of_lengths += sums[row * 2 * ROW + ROW + at];
+        if (gated) seen += sums[(THREADS / PIECES * 2 + row) * ROW + at];
       }
       if (!(cut.first && cut.last)) {
-#pragma unroll 1
-        for (int n = 0; n < cut.sums; ++n) {
-          T& so_far_n = so_far[n * (u.size[0] * channels * seq) + to];
-          if (!cut.first) by[n] += so_far_n;
-          if (!cut.last) so_far_n = by[n];
+        const int64_t all = u.size[0] * channels * seq;
+        if (!cut.first) {
+          of_inputs += so_far[to], of_lengths += so_far[all + to];
+          if (gated) seen += so_far[2 * all + to];
         }
-        if (!cut.last) continue;
+        if (!cut.last) {
+          so_far[to] = of_inputs, so_far[all + to] = of_lengths;
+          if (gated) so_far[2 * all + to] = seen;
+          continue;
+        }
       }
       const T dt_t = rows[LENGTH * ROW + at], u_t = rows[INPUT * ROW + at], dy_t = rows[GIVEN * ROW + at];
-      const T of_input = M == Method::mamba ? dt_t * by[0] : by[0];
-      const T of_length = M == Method::mamba ? by[1] + u_t * by[0] : by[1];
+      const T of_input = M == Method::mamba ? dt_t * of_inputs : of_inputs;
+      const T of_length = M == Method::mamba ? of_lengths + u_t * of_inputs : of_lengths;
       const T of_u = d * dy_t + of_input, of_delta = of_length * rows[SLOPE * ROW + at];
       sum_d += dy_t * u_t, sum_bias += of_delta;
       with_type<T>(u.dtype, [&]<typename To>() {
@@ -708,7 +715,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N>)
                                                   (t0 + steps.step(i)) * x.stride[2]));
           };
           const T gate = again(z), open = reciprocal(T(1) + power(-gate * PER_E<T>));
-          reinterpret_cast<To*>(dz)[to] = To(again(dy) * (by[2] + d * u_t) * open * (1 + gate * (1 - open)));
+          reinterpret_cast<To*>(dz)[to] = To(again(dy) * (seen + d * u_t) * open * (1 + gate * (1 - open)));
         }
       });
     }
@@ -751,15 +758,22 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
     with_method<N>(method, [&]<Method M>() {
       const auto in_group = [&](const Input<4>& x) { return x.size[3] == 1 ? channels : channels / x.size[1]; };
       const auto rows = [](const auto& x) { return Rows(x, STEPS<N>); };
-      Cut cut{std::gcd(in_group(B), in_group(C)), parts, 0, true, false, z.size[0] > 0 ? 3 : 2};
+      Cut cut{std::gcd(in_group(B), in_group(C)),
+              parts,
+              batches * channels < CARRY * ENOUGH ? CARRY / 2 : CARRY,
+              0,
+              true,
+              false,
+              z.size[0] > 0 ? 3 : 2};
       const int64_t shares = channels / cut.share;
       const size_t tile = STATES<N> * ROW * sizeof(N), of_steps = ROWS * ROW * sizeof(T);
       const size_t flows = 2 * CARRY * STATES<N> * sizeof(N), sums = THREADS / PIECES * cut.sums * ROW * sizeof(T);
       for (; !cut.last; cut.state0 += STATES<N>, cut.first = false) {
         cut.last = A.size[1] - cut.state0 <= STATES<N>;
-        launch<carry<N, M>>({batches * shares * ceil_div(cut.share, CARRY)}, dim3(THREADS), tile + flows + of_steps,
-                            stream, rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C), rows(z),
-                            delta_bias.as<T>(), carried.as<N>(), dinitial.as<N>(), delta_softplus, Method(method), cut);
+        launch<carry<N, M>>({batches * shares * ceil_div(cut.share, cut.together)}, dim3(THREADS),
+                            tile + flows + of_steps, stream, rows(dy), dlast.as<N>(), rows(delta), A.as<N>(), rows(C),
+                            rows(z), delta_bias.as<T>(), carried.as<N>(), dinitial.as<N>(), delta_softplus,
+                            Method(method), cut);
         launch<gradients<N, M>>({chunks * batches * shares * parts}, dim3(THREADS), 3 * tile + of_steps + sums, stream,
                                 rows(dy), rows(u), rows(delta), A.as<N>(), rows(B), rows(C), D.as<T>(), rows(z),
                                 delta_bias.as<T>(), states.as<N>().data, carried.as<N>().data, du.data, ddelta.data,
