@@ -677,49 +677,49 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N, 6>)
 
     // du, ddelta and dz of the steps that a thread has prepared.
     const T d = D.size[0] ? D(channel) : T(0);
-    const int64_t to0 = (batch * channels + channel) * seq + t0 + steps.step(0);
-    T sum_d = 0, sum_bias = 0;
+    const int64_t to = (batch * channels + channel) * seq + t0 + steps.step(0), all = u.size[0] * channels * seq;
+    T of_u[EACH], of_delta[EACH], seen[EACH], sum_d = 0, sum_bias = 0;
     UNROLL
     for (int i = 0; i < EACH; ++i) {
-      if (!steps.there[i]) continue;
       const int at = place_of(threadIdx.x) + i * MORE;
-      const int64_t to = to0 + i * THREADS;
-      T of_inputs = 0, of_lengths = 0, seen = 0;
+      T of_input = 0, of_length = 0;
+      seen[i] = 0;
       UNROLL
       for (int row = 0; row < THREADS / PIECES; ++row) {
-        of_inputs += sums[row * 2 * ROW + at], of_lengths += sums[row * 2 * ROW + ROW + at];
-        if (gated) seen += sums[(THREADS / PIECES * 2 + row) * ROW + at];
+        of_input += sums[row * 2 * ROW + at], of_length += sums[row * 2 * ROW + ROW + at];
+        if (gated) seen[i] += sums[(THREADS / PIECES * 2 + row) * ROW + at];
       }
-      if (!(cut.first && cut.last)) {
-        const int64_t all = u.size[0] * channels * seq;
-        if (!cut.first) {
-          of_inputs += so_far[to], of_lengths += so_far[all + to];
-          if (gated) seen += so_far[2 * all + to];
-        }
-        if (!cut.last) {
-          so_far[to] = of_inputs, so_far[all + to] = of_lengths;
-          if (gated) so_far[2 * all + to] = seen;
-          continue;
-        }
+      if (!cut.first && steps.there[i]) {
+        of_input += so_far[to + i * THREADS], of_length += so_far[all + to + i * THREADS];
+        if (gated) seen[i] += so_far[2 * all + to + i * THREADS];
+      }
+      if (!cut.last && steps.there[i]) {
+        so_far[to + i * THREADS] = of_input, so_far[all + to + i * THREADS] = of_length;
+        if (gated) so_far[2 * all + to + i * THREADS] = seen[i];
       }
       const T dt_t = rows[LENGTH * ROW + at], u_t = rows[INPUT * ROW + at], dy_t = rows[GIVEN * ROW + at];
-      const T of_input = M == Method::mamba ? dt_t * of_inputs : of_inputs;
-      const T of_length = M == Method::mamba ? of_lengths + u_t * of_inputs : of_lengths;
-      const T of_u = d * dy_t + of_input, of_delta = of_length * rows[SLOPE * ROW + at];
-      sum_d += dy_t * u_t, sum_bias += of_delta;
-      with_type<T>(u.dtype, [&]<typename To>() {
-        reinterpret_cast<To*>(du)[to] = To(of_u), reinterpret_cast<To*>(ddelta)[to] = To(of_delta);
+      if (M == Method::mamba) of_length += u_t * of_input, of_input *= dt_t;
+      of_u[i] = d * dy_t + of_input, of_delta[i] = of_length * rows[SLOPE * ROW + at], seen[i] += d * u_t;
+      sum_d += dy_t * u_t;
+      if (steps.there[i]) sum_bias += of_delta[i];
+    }
+    if (!cut.last) continue;
+    with_type<T>(u.dtype, [&]<typename To>() {
+      To *const to_u = static_cast<To*>(du) + to, *const to_delta = static_cast<To*>(ddelta) + to;
+      UNROLL
+      for (int i = 0; i < EACH; ++i) {
+        if (!steps.there[i]) continue;
+        to_u[i * THREADS] = To(of_u[i]), to_delta[i * THREADS] = To(of_delta[i]);
         if (gated) {
           const auto again = [&](const Rows<3>& x) {
             return T(*reinterpret_cast<const To*>(x.data + batch * x.stride[0] + channel * x.stride[1] +
                                                   (t0 + steps.step(i)) * x.stride[2]));
           };
           const T gate = again(z), open = reciprocal(T(1) + power(-gate * PER_E<T>));
-          reinterpret_cast<To*>(dz)[to] = To(again(dy) * (seen + d * u_t) * open * (1 + gate * (1 - open)));
+          static_cast<To*>(dz)[to + i * THREADS] = To(again(dy) * seen[i] * open * (1 + gate * (1 - open)));
         }
-      });
-    }
-    if (!cut.last) continue;
+      }
+    });
     const bool upper = lane & PIECES;  // half of the lanes sum the one, half the other
     T sum[1] = {(upper ? sum_bias : sum_d) + from_other(upper ? sum_d : sum_bias, PIECES)};
     const T of_chunk = sum_over_pieces(sum, piece);

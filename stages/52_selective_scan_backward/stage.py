@@ -7,7 +7,27 @@ from stages.toolkit.stage import Stage
 
 forward = importlib.import_module("stages.51_selective_scan.stage")
 
+CHUNK, TOGETHER = 128, 4  # steps; channels of a block of `carry`, where there are few
 EQUIVALENT = {}
+
+
+def backward_sectors(B: int, d: int, T: int, discretization_method: str = "mamba") -> tuple[int, int]:
+    """Sectors that the backward loads and stores, float32, arguments as the family's `make` gives them.
+
+    For 16 states, d a multiple of TOGETHER and T of CHUNK, on the CPU device, which has one or two parts.
+    """
+    chunks, gates, foh = T // CHUNK, discretization_method != "mamba", discretization_method == "foh"
+    parts = 2 if B * chunks == 1 else 1
+    cells, rows = B * d * chunks, B * chunks * parts  # a channel's chunks; blocks of `gradients`
+    tile, row = 16 * CHUNK // 8, CHUNK // 8  # of B or C; of u, delta, dy, z, ...
+    # A piece of 8 states is a sector, or 4 requests for one, a state at a time, where a lane has 4 of them.
+    carry_loads = 2 * 8 * B * d + cells * (tile // TOGETHER + (2 + gates) * row + 2)
+    carry_stores = 8 * B * d + cells * (8 + 8 * foh)
+    loads = rows * 2 * tile + cells * ((3 + 3 * gates) * row + 2 + 2 + 3 * 2 + 2 * foh)
+    before = foh * (B * parts * 16 + B * d) * (chunks - 1)  # B and u of the step before a chunk
+    stores = cells * ((2 + gates) * row + 2 + 4) + rows * 2 * 2 * tile
+    return carry_loads + loads + before, carry_stores + stores
+
 
 stage = Stage(
     __file__,
