@@ -8,7 +8,7 @@
 // nothing. A scan has the same A at all of its steps, and the same step for all states of a channel. It gets along
 // without a division for each of both, as 1 / z is the product of 1 / A and 1 / dt, which it has from before its loops:
 //
-//   coefficients<METHOD>(a, dt, Exponent<T>{a * dt, a_inverse * dt_inverse, exponential(a * dt)})
+//   coefficients<METHOD>(a, dt, StepExponent<T>{a * dt, a_inverse * dt_inverse, exponential(a * dt)})
 //
 // What they compute, with z = dt A and the phi functions of common/phi.h:
 //
@@ -27,6 +27,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/complex.h"
 #include "common/device.h"
@@ -79,8 +80,25 @@ __device__ __forceinline__ Exponent<T> exponent(T a, Real<T> dt) {
   return {z, detail::divided(T(1), z), exponential(z)};
 }
 
+// The same for the many steps of a scan in float, to 3e-6 of a value: short series near 0, formulas further out. Both are
+// computed and one is taken, so that no lane with a large z waits for one with a small z.
+struct QuickExponent {
+  float z, inverse, e;
+};
+template <typename T>
+using StepExponent = std::conditional_t<std::is_same_v<T, float>, QuickExponent, Exponent<T>>;
+
 // ---------------------------------------------------------------------------------------------------------------------
 namespace detail {
+
+template <typename T>
+__device__ __forceinline__ T phi_1_of(const Exponent<T>& x) {
+  return within(x.z, Real<T>(RADIUS<1>)) ? series<1>(x.z) : (x.e - T(Real<T>(1))) * x.inverse;
+}
+__device__ __forceinline__ float phi_1_of(const QuickExponent& x) {
+  const float near = short_series<1, 4>(x.z), far = (x.e - 1) * x.inverse;
+  return within(x.z, 0.25f) ? near : far;
+}
 
 // How an input counts that is linear in a step: by phi_1 - phi_2 its older end, by phi_2 its newer end; derivatives.
 template <typename T>
@@ -99,6 +117,14 @@ __device__ __forceinline__ Ends<T> ends_of(const Exponent<T>& x) {
   }
   const T older = ((z - one) * x.e + one) * x.inverse * x.inverse, newer = ((x.e - one) * x.inverse - one) * x.inverse;
   return {older, newer, (x.e - older * R(2)) * x.inverse, (older - newer) * x.inverse};
+}
+
+__device__ __forceinline__ Ends<float> ends_of(const QuickExponent& x) {
+  const bool near = within(x.z, 1.0f);
+  const float three = short_series<3, 6>(x.z), two = x.z * three + 0.5f, one = x.z * two + 1, d_two = two - 2 * three;
+  const float held = (x.e - 1) * x.inverse, older = (x.e - held) * x.inverse, newer = (held - 1) * x.inverse;
+  return {near ? one - two : older, near ? two : newer, near ? one - two - d_two : (x.e - 2 * older) * x.inverse,
+          near ? d_two : (older - newer) * x.inverse};
 }
 
 // The series of phi_1 up to z^DEGREE, its derivative, and that of dt times it by dt: the series of e^z.
@@ -120,8 +146,8 @@ struct Truncated {
 
 // The coefficients and their derivatives by A and by dt, which for complex numbers are those of functions of A: what a
 // gradient is multiplied by is their conjugate.
-template <Method METHOD, typename T>
-__device__ __forceinline__ Derivatives<T> differentiated(T a, Real<T> dt, const Exponent<T>& x) {
+template <Method METHOD, typename T, typename X>
+__device__ __forceinline__ Derivatives<T> differentiated(T a, Real<T> dt, const X& x) {
   using R = Real<T>;
   const T z = x.z, none(R(0)), one(R(1)), step(dt);
   if constexpr (METHOD == Method::bilinear || METHOD == Method::backward_euler) {
@@ -139,7 +165,7 @@ __device__ __forceinline__ Derivatives<T> differentiated(T a, Real<T> dt, const 
     } else if constexpr (METHOD == Method::dirac) {
       return {{e, one, none}, {e_by_a, none, none}, {e_by_dt, none, none}};
     } else if constexpr (METHOD == Method::zoh) {
-      const T phi_1 = within(z, R(RADIUS<1>)) ? series<1>(z) : (e - one) * x.inverse;
+      const T phi_1 = detail::phi_1_of(x);
       const T derivative = detail::ends_of(x).older;
       return {{e, phi_1 * dt, none}, {e_by_a, derivative * (dt * dt), none}, {e_by_dt, e, none}};
     } else if constexpr (METHOD == Method::foh) {
@@ -157,7 +183,7 @@ __device__ __forceinline__ Derivatives<T> differentiated(T a, Real<T> dt, const 
   }
 }
 
-template <Method METHOD, typename T>
-__device__ __forceinline__ Coefficients<T> coefficients(T a, Real<T> dt, const Exponent<T>& x) {
+template <Method METHOD, typename T, typename X>
+__device__ __forceinline__ Coefficients<T> coefficients(T a, Real<T> dt, const X& x) {
   return differentiated<METHOD>(a, dt, x).value;
 }

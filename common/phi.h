@@ -165,3 +165,13 @@ template <int N, typename T>
 __device__ __forceinline__ T phi(T z) {
   return phi<N>(z, exponential(z));
 }
+
+// The series of phi_N up to z^DEGREE, for whoever knows how small z is.
+template <int N, int DEGREE>
+__device__ __forceinline__ float short_series(float z) {
+  constexpr detail::Series<N, DEGREE, float> coefficient;
+  float sum = coefficient.term[DEGREE];
+  UNROLL
+  for (int k = DEGREE - 1; k >= 0; --k) sum = sum * z + coefficient.term[k];
+  return sum;
+}

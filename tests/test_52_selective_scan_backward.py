@@ -1,10 +1,11 @@
 """Stage 52, selective_scan_backward."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
-from selective_scan_cases import SelectiveScanCases, allowed, problem
+from selective_scan_cases import KINDS, SelectiveScanCases, allowed, problem
 
 import stages
 from stages.families import selective_scan as family
@@ -17,6 +18,37 @@ class TestSelectiveScanBackward(SelectiveScanCases):
     stage = stages.load("52")
     odd = (2, 5, 7, 37)
     small = (2, 3, 2, 5)
+
+    @pytest.mark.parametrize("method", family.METHODS)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+    def test_gradcheck(self, dtype, method, device):
+        """Of every method, all kinds of B and C, with and without what may be left out."""
+        optional = ("D", "z", "delta_bias", "initial_state")
+        for b, without in itertools.product(KINDS, ((), optional)):
+            arguments = problem((1, 2, 2, 5), dtype, device, b=b, c=KINDS[KINDS.index(b) - 1], without=without)
+            # A step back in time would be one in which states grow.
+            arguments["delta"] = arguments["delta"].sigmoid()
+            if not without:
+                arguments["delta_bias"] = torch.full_like(arguments["delta_bias"], 0.25)
+            names = [name for name, x in arguments.items() if x is not None]
+            tensors = [arguments[name].requires_grad_() for name in names]
+            for softplus in (True, False):
+
+                def function(*tensors, names=names, softplus=softplus):
+                    given = dict(zip(names, tensors, strict=True))
+                    options = dict(delta_softplus=softplus, return_last_state=True, discretization_method=method)
+                    return self.stage.function(**given, **options)
+
+                assert torch.autograd.gradcheck(function, tensors)
+
+    def test_gradients_of_first_and_second_order(self):
+        """There are none of second order, and an error says so."""
+        arguments = self.arguments(self.small, torch.float64, requires_grad=True)
+        u = arguments[0]
+        y, _ = self.function(*arguments)
+        (grad,) = torch.autograd.grad(y.sum(), u, create_graph=True)
+        with pytest.raises(NotImplementedError, match="selective_scan_backward has no second derivatives"):
+            grad.sum().backward()
 
     @pytest.mark.parametrize("method", ["mamba", "foh", "bilinear"])
     @pytest.mark.parametrize("sizes", [(1, 16, 16, 128), (2, 8, 16, 384), (1, 4, 16, 256)], ids=str)

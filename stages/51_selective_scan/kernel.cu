@@ -199,7 +199,7 @@ struct State {
     if constexpr (EXPONENT_ALONE<M>) {
       h = multiply_add(decay(a, dt), h, b * (M == Method::mamba ? dt * u : u));
     } else {
-      const Exponent<N> z{a * dt, over_a * over_dt, decay(scaled(a), dt)};
+      const StepExponent<N> z{a * dt, over_a * over_dt, decay(scaled(a), dt)};
       const auto by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
       if constexpr (LOOKS_BACK<M>) {
         const N taken = b * u;

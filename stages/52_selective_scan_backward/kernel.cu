@@ -23,6 +23,8 @@
 
 #include "../51_selective_scan/kernel.cu"
 
+#include <cstring>
+
 #include "common/async_copy.h"
 #include "common/complex.h"
 #include "common/device.h"
@@ -176,16 +178,18 @@ struct Rate {
   __device__ __forceinline__ Rate(N a, Method method) : method(method), a(a), over_a(0) {
     if constexpr (DIVIDES<M>) over_a = detail::divided(N(1), a);
   }
-  __device__ __forceinline__ Exponent<N> exponent(T dt, T over_dt, N e) const { return {a * dt, over_a * over_dt, e}; }
+  __device__ __forceinline__ StepExponent<N> exponent(T dt, T over_dt, N e) const {
+    return {a * dt, over_a * over_dt, e};
+  }
 
   __device__ __forceinline__ Coefficients<N> at(T dt, T over_dt) const {
-    const Exponent<N> z = exponent(dt, over_dt, decay(scaled(a), dt));
+    const StepExponent<N> z = exponent(dt, over_dt, decay(scaled(a), dt));
     Coefficients<N> by = by_method<M>(method, [&]<Method L>() { return coefficients<L>(a, dt, z); });
     by.a_bar = left_of<M>(a, by);
     return by;
   }
   __device__ __forceinline__ Derivatives<N> derivatives(T dt, T over_dt, N a_bar) const {
-    const Exponent<N> z = exponent(dt, over_dt, POWER<M> ? a_bar : decay(scaled(a), dt));
+    const StepExponent<N> z = exponent(dt, over_dt, POWER<M> ? a_bar : decay(scaled(a), dt));
     return by_method<M>(method, [&]<Method L>() { return differentiated<L>(a, dt, z); });
   }
 };
@@ -199,12 +203,15 @@ template <typename T>
 __device__ __forceinline__ T worth(Bits<T> bits, DType dtype) {
   if constexpr (sizeof(T) == 4) {
     if (dtype == DType::float16) {
-      const uint16_t short_bits = uint16_t(bits);
-      return T(reinterpret_cast<const half&>(short_bits));
+      half number;
+      std::memcpy(&number, &bits, sizeof(number));
+      return T(number);
     }
     bits <<= dtype == DType::bfloat16 ? 16 : 0;  // the upper half of a float
   }
-  return reinterpret_cast<const T&>(bits);
+  T number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
 }
 
 // How the work is cut.
@@ -373,17 +380,17 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N, 8>)
 
   N *const flow = flows + half * S, *const rate_of = rates + half * S;  // of the lane's states; the next channel's are
   const int stride = STATES<N>;                                         // `stride` further on
-  if (piece == 0) {
-    for (int c = 0; c < count; ++c) {
-      for (int j = 0; j < S; ++j) {
-        flow[c * stride + j] = j < there ? dlast(batch, channel0 + c, own + j) : N(0);
-        rate_of[c * stride + j] = j < there ? A(channel0 + c, own + j) : N(0);
-        if (LOOKS_BACK<M> && method == Method::foh && chunks > 0 && j < there) {
-          carried(2 * chunks - 1, batch, channel0 + c, own + j) = N(0);  // nothing looks back on the last step
-        }
-      }
+  const auto each_state = [&](auto&& body) {  // each thread some; a place is also there for what is no state
+    for (int i = threadIdx.x; i < count * STATES<N>; i += THREADS) {
+      body(i, channel0 + i / STATES<N>, cut.state0 + i % STATES<N>, cut.state0 + i % STATES<N> < states);
     }
-  }
+  };
+  each_state([&](int i, int64_t channel, int state, bool is_there) {
+    flows[i] = is_there ? dlast(batch, channel, state) : N(0), rates[i] = is_there ? A(channel, state) : N(0);
+    if (LOOKS_BACK<M> && method == Method::foh && chunks > 0 && is_there) {
+      carried(2 * chunks - 1, batch, channel, state) = N(0);  // nothing looks back on the last step
+    }
+  });
   Steps<N, M, false> steps(dy, delta, delta, z, bias, with_softplus, rows);
   if (chunks > 0) steps.begin(batch, channel0, (chunks - 1) * CHUNK), steps.ask(batch, channel0, (chunks - 1) * CHUNK);
   for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
@@ -444,11 +451,9 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N, 8>)
       __syncthreads();
     }
   }
-  if (piece == 0) {
-    for (int c = 0; c < count; ++c) {
-      for (int j = 0; j < there; ++j) dinitial(batch, channel0 + c, own + j) = flow[c * stride + j];
-    }
-  }
+  each_state([&](int i, int64_t channel, int state, bool is_there) {
+    if (is_there) dinitial(batch, channel, state) = flows[i];
+  });
 }
 
 // grid (chunks batch shares parts), block (32 for each OF_WARP states): all gradients but that of the initial state

@@ -20,9 +20,9 @@ def backward_sectors(B: int, d: int, T: int, discretization_method: str = "mamba
     parts = 2 if B * chunks == 1 else 1
     cells, rows = B * d * chunks, B * chunks * parts  # a channel's chunks; blocks of `gradients`
     tile, row = 16 * CHUNK // 8, CHUNK // 8  # of B or C; of u, delta, dy, z, ...
-    # A piece of 8 states is a sector, or 4 requests for one, a state at a time, where a lane has 4 of them.
-    carry_loads = 2 * 8 * B * d + cells * (tile // TOGETHER + (2 + gates) * row + 2)
-    carry_stores = 8 * B * d + cells * (8 + 8 * foh)
+    # The states of a channel are two sectors, or eight requests for one, where a lane has four of them, one at a time.
+    carry_loads = 2 * 2 * B * d + cells * (tile // TOGETHER + (2 + gates) * row + 2)
+    carry_stores = 2 * B * d + cells * 8 + foh * (2 * B * d + 8 * (cells - B * d))
     loads = rows * 2 * tile + cells * ((3 + 3 * gates) * row + 2 + 2 + 3 * 2 + 2 * foh)
     before = foh * (B * parts * 16 + B * d) * (chunks - 1)  # B and u of the step before a chunk
     stores = cells * ((2 + gates) * row + 2 + 4) + rows * 2 * 2 * tile

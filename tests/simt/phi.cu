@@ -19,13 +19,14 @@ __global__ void all_functions(View<const T, 1> z, View<T, 2> out) {
   out(4, i) = phi<3>(z(i));
 }
 
-template <Method METHOD, typename T>
+template <Method METHOD, template <typename> typename X, typename T>
 __global__ void all_coefficients(View<const T, 1> a, View<const Real<T>, 1> dt, View<T, 2> out) {
   const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   if (i >= a.size[0]) return;
-  const Coefficients<T> c = coefficients<METHOD>(a(i), dt(i), exponent(a(i), dt(i)));
+  const Exponent<T> own = exponent(a(i), dt(i));
+  const Coefficients<T> c = coefficients<METHOD>(a(i), dt(i), X<T>{own.z, own.inverse, own.e});
   // As a scan has it, without a division of its own.
-  const Exponent<T> x{a(i) * dt(i), detail::divided(T(1), a(i)) * (1 / dt(i)), exponential(a(i) * dt(i))};
+  const X<T> x{a(i) * dt(i), detail::divided(T(1), a(i)) * (1 / dt(i)), exponential(a(i) * dt(i))};
   const Derivatives<T> d = differentiated<METHOD>(a(i), dt(i), x);
   const Coefficients<T> all[4] = {c, d.value, d.by_a, d.by_dt};
   for (int n = 0; n < 4; ++n)
@@ -46,11 +47,15 @@ void functions(Input<1> z, Output<2> out, Stream stream) {
   });
 }
 
-void coefficients_of(const std::string& method, Input<1> a, Input<1> dt, Output<2> out, Stream stream) {
+void coefficients_of(const std::string& method, bool of_steps, Input<1> a, Input<1> dt, Output<2> out, Stream stream) {
   dispatch(a.dtype, [&]<typename T>() {
     dispatch_method(method, [&]<Method METHOD>() {
-      launch<all_coefficients<METHOD, T>>({ceil_div(a.size[0], THREADS)}, dim3(THREADS), 0, stream, a.as<T>(),
-                                          dt.as<Real<T>>(), out.as<T>());
+      const auto run = [&]<template <typename> typename X>() {
+        launch<all_coefficients<METHOD, X, T>>({ceil_div(a.size[0], THREADS)}, dim3(THREADS), 0, stream, a.as<T>(),
+                                               dt.as<Real<T>>(), out.as<T>());
+      };
+      if (of_steps) run.template operator()<StepExponent>();
+      else run.template operator()<Exponent>();
     });
   });
 }
