@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N, 8>)
 
 // grid (chunks batch shares parts), block (32 for each OF_WARP states): all gradients but that of the initial state
 template <typename N, Method M>
-__global__ void __launch_bounds__(THREADS, AT_ONCE<N, 6>)
+__global__ void __launch_bounds__(THREADS, AT_ONCE<N, EXPONENT_ALONE<M> ? 6 : 4>)
     gradients(Rows<3> dy,                   // [batch, channels, seq]
               Rows<3> u,                    // [batch, channels, seq]
               Rows<3> delta,                // [batch, channels, seq]
