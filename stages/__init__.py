@@ -24,6 +24,7 @@ from stages.toolkit.stage import Stage, load, names
 FUNCTIONS = {  # and the modules of stages.families that they come from
     "axpy": "axpy",
     "discretize": "discretization",
+    "discretize_matrix": "discretize_matrix",
     "matmul": "matmul",
     "qkv": "qkv",
     "scan": "scan",

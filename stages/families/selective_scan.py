@@ -187,9 +187,7 @@ def define(
         parts = max(1, min(share, BLOCKS[u.device.type] // max(1, chunks * batch * (channels // share))))
         of_bc = [
             operator.empty(
-                (chunks, batch, *A.shape, 1)
-                if x.shape[3] == 1
-                else (n // share * parts, *x.shape[:3], chunks * CHUNK),
+                (chunks, batch, *A.shape, 1) if x.shape[3] == 1 else (n // share * parts, *x.shape[:3], chunks * CHUNK),
                 like=A,
             )
             for x, n in zip(by_group, in_group, strict=True)
