@@ -190,47 +190,91 @@ struct Store {
     for (int i = threadIdx.x % unsigned(plan.lanes); i < plan.numbers; i += plan.lanes) next[i] = 0;
     __syncwarp();
   }
-  __device__ Matrix<T> matrix(int rows, int columns) {
-    const Matrix<T> found{next, rows, columns};
-    next += Matrix<T>::size_of(rows, columns);
+  __device__ T* take(int numbers) {
+    T* const found = next;
+    next += numbers;
     return found;
+  }
+  __device__ Matrix<T> matrix(int rows, int columns) {
+    return {take(Matrix<T>::size_of(rows, columns)), rows, columns};
   }
 };
 
 // ---- bilinear -------------------------------------------------------------------------------------------------------
-// x = a^-1 b and z = a^-1 c by Gauss and Jordan, a lane for each row; what is left of a, b and c is of no use.
-template <typename T>
-__device__ __forceinline__ void solve(const Group& group, const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& c,
-                                      const Matrix<T>& x, const Matrix<T>& z) {
-  const int n = a.rows, row = group.lane;
+// A system of equations, a x = b: a row after the other, [a | b] of at most WIDTH numbers and zeros. A lane has one of them
+// in registers, from which a column goes with each step; so all that is left in the end is b.
+template <int WIDTH>
+constexpr int ROW_PITCH = WIDTH + FOUR;  // an odd number of fours, as WIDTH is a multiple of eight
+template <int WIDTH>
+constexpr int EQUATIONS = 2 * WIDTH;  // numbers besides the rows: two lines, each for every second pivot row
+
+// x = a^-1 b by Gauss and Jordan: its first columns, as many as a has, and the others.
+template <int WIDTH, typename T>
+__device__ __forceinline__ void solve(const Group& group, const T* rows, T* lines, const Matrix<T>& first,
+                                      const Matrix<T>& others) {
+  const int n = first.rows, row = group.lane;
   int turn = row < n ? n : -1;  // when the lane's row was the pivot's: not yet, or it is none
-  T pivot = 1;
+  T own[WIDTH], pivot = 1;
+  UNROLL
+  for (int k = 0; k < WIDTH; k += FOUR) {
+    T four[FOUR] = {};
+    if (row < n) load_four(four, rows + row * ROW_PITCH<WIDTH> + k);
+    UNROLL
+    for (int i = 0; i < FOUR; ++i) own[k + i] = four[i];
+  }
+#pragma unroll 1
   for (int step = 0; step < n; ++step) {
-    // Of the rows that have had no turn the one with the largest number in this column, NaN counts as infinite.
+    // Of the rows that have had no turn the one that begins with the largest number; NaN counts as infinite.
     T most = -1;
-    if (turn == n) most = std::abs(a(row, step)) >= 0 ? std::abs(a(row, step)) : T(INFINITY);
+    if (turn == n) most = std::abs(own[0]) >= 0 ? std::abs(own[0]) : T(INFINITY);
     int at = row;
     for (int offset = group.lanes / 2; offset > 0; offset /= 2) {
       const T other = __shfl_xor_sync(FULL, most, offset);
       const int other_at = __shfl_xor_sync(FULL, at, offset);
       if (other > most || (other == most && other_at < at)) most = other, at = other_at;
     }
-    const T divisor = a(at, step);
-    if (row == at) turn = step, pivot = divisor;
-    const T factor = row < n && row != at ? a(row, step) / divisor : T(0);
-    __syncwarp();  // all have read the column
-    if (row < n && row != at) {
-      for (int column = step + 1; column < n; ++column) a(row, column) -= factor * a(at, column);
-      for (int column = 0; column < b.columns; ++column) b(row, column) -= factor * b(at, column);
-      for (int column = 0; column < c.columns; ++column) c(row, column) -= factor * c(at, column);
+    T* const line = lines + step % 2 * WIDTH;
+    if (row == at) {
+      turn = step, pivot = own[0];
+      UNROLL
+      for (int k = 0; k < WIDTH; k += FOUR) {
+        T four[FOUR];
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) four[i] = own[k + i];
+        store_four(line + k, four);
+      }
     }
     __syncwarp();
+    const T factor = row == at ? T(0) : own[0] / line[0];
+    UNROLL
+    for (int k = 0; k < WIDTH; k += FOUR) {
+      T four[FOUR];
+      load_four(four, line + k);
+      UNROLL
+      for (int i = k == 0 ? 1 : 0; i < FOUR; ++i) own[k + i - 1] = own[k + i] - factor * four[i];
+    }
+    own[WIDTH - 1] = 0;
   }
   if (row < n) {
-    for (int column = 0; column < b.columns; ++column) x(turn, column) = b(row, column) / pivot;
-    for (int column = 0; column < c.columns; ++column) z(turn, column) = c(row, column) / pivot;
+    UNROLL
+    for (int k = 0; k < WIDTH; ++k) {
+      if (k < n) first(turn, k) = own[k] / pivot;
+      else if (k - n < others.columns) others(turn, k - n) = own[k] / pivot;
+    }
   }
   __syncwarp();
+}
+
+// The columns from `at` on of the rows of equations: those of a tensor's matrix, times a factor; transposed, if asked for.
+template <int WIDTH, typename T>
+__device__ __forceinline__ void load_rows(const Group& group, T* rows, int at, const View<const T, 3>& x,
+                                          int64_t matrix, T factor, bool transposed = false) {
+  group.columns(int(x.size[2]), [&](int column) {
+    for (int row = 0; row < int(x.size[1]); ++row) {
+      rows[(transposed ? column : row) * ROW_PITCH<WIDTH> + at + (transposed ? row : column)] =
+          x(matrix, row, column) * factor;
+    }
+  });
 }
 
 // The system of a group of lanes; the last one once more where there are too few.
@@ -248,7 +292,7 @@ struct System {
 };
 
 // grid (systems / those of a block), block (warps of lanes for a system each)
-template <typename T>
+template <typename T, int WIDTH>
 __global__ void bilinear(View<const T, 3> A,      // [systems, n, n]
                          View<const T, 3> B,      // [systems, n, m]
                          View<const T, 1> delta,  // [systems]
@@ -260,15 +304,14 @@ __global__ void bilinear(View<const T, 3> A,      // [systems, n, n]
   const Group& group = system.group;
   const int n = int(A.size[1]), m = int(B.size[2]);
   Store<T> store_of(plan, shared);
-  const Matrix<T> a = store_of.matrix(n, n);
-  const Matrix<T> left = store_of.matrix(n, n), right = store_of.matrix(n, m);
+  T *const rows = store_of.take(n * ROW_PITCH<WIDTH>), *const lines = store_of.take(EQUATIONS<WIDTH>);
   const Matrix<T> of_a = store_of.matrix(n, n), of_b = store_of.matrix(n, m);
   const T dt = delta(system.matrix);
-  load(group, a, A, system.matrix, -dt / 2);
-  load(group, left, A, system.matrix, dt), load(group, right, B, system.matrix, dt);
-  group.columns(n, [&](int i) { a(i, i) += 1; });
+  load_rows<WIDTH>(group, rows, 0, A, system.matrix, -dt / 2);
+  load_rows<WIDTH>(group, rows, n, A, system.matrix, dt), load_rows<WIDTH>(group, rows, 2 * n, B, system.matrix, dt);
+  group.columns(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1; });
   __syncwarp();
-  solve(group, a, left, right, of_a, of_b);
+  solve<WIDTH>(group, rows, lines, of_a, of_b);
   group.columns(n, [&](int i) { of_a(i, i) += 1; });
   if (!system.is_there) return;
   store(group, A_bar, system.matrix, of_a, T(1)), store(group, B_bar, system.matrix, of_b, T(1));
@@ -276,7 +319,7 @@ __global__ void bilinear(View<const T, 3> A,      // [systems, n, n]
 
 // grid and block as above. With M = I - dt/2 A, W = M^-T g_A_bar, V = M^-T g_B_bar and S = W (I + A_bar)^T + V B_bar^T:
 // dA = dt/2 S, dB = dt V, ddelta = <S, A> / 2 + <V, B>.
-template <typename T>
+template <typename T, int WIDTH>
 __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<const T, 1> delta,
                                   View<const T, 3> A_bar, View<const T, 3> B_bar,      // what the forward gave
                                   View<const T, 3> g_A_bar, View<const T, 3> g_B_bar,  // and what a loss gives to it
@@ -286,27 +329,25 @@ __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<c
   const Group& group = system.group;
   const int n = int(A.size[1]), m = int(B.size[2]);
   Store<T> store_of(plan, shared);
-  const Matrix<T> a = store_of.matrix(n, n);
-  const Matrix<T> left = store_of.matrix(n, n), right = store_of.matrix(n, m);
-  const Matrix<T> w = store_of.matrix(n, n), v = store_of.matrix(n, m), b_bar = store_of.matrix(m, n);
+  T *const rows = store_of.take(n * ROW_PITCH<WIDTH>), *const lines = store_of.take(EQUATIONS<WIDTH>);
+  const Matrix<T> w = store_of.matrix(n, n), v = store_of.matrix(n, m), s = store_of.matrix(n, n);
+  const Matrix<T> a_bar = store_of.matrix(n, n), b_bar = store_of.matrix(m, n);  // I + A_bar and B_bar, transposed
   const T dt = delta(system.matrix);
-  load(group, a, A, system.matrix, -dt / 2, true);
-  load(group, left, g_A_bar, system.matrix, T(1)), load(group, right, g_B_bar, system.matrix, T(1));
+  load_rows<WIDTH>(group, rows, 0, A, system.matrix, -dt / 2, true);
+  load_rows<WIDTH>(group, rows, n, g_A_bar, system.matrix, T(1));
+  load_rows<WIDTH>(group, rows, 2 * n, g_B_bar, system.matrix, T(1));
+  load(group, a_bar, A_bar, system.matrix, T(1), true), load(group, b_bar, B_bar, system.matrix, T(1), true);
   __syncwarp();
-  group.columns(n, [&](int i) { a(i, i) += 1; });
+  group.columns(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1, a_bar(i, i) += 1; });
   __syncwarp();
-  solve(group, a, left, right, w, v);
-  load(group, a, A_bar, system.matrix, T(1), true), load(group, b_bar, B_bar, system.matrix, T(1), true);
-  __syncwarp();
-  group.columns(n, [&](int i) { a(i, i) += 1; });
-  __syncwarp();
-  make(group, left, true, [&](T(&sum)[FOUR], int row, int column) {
-    add_product(sum, w, a, row, column), add_product(sum, v, b_bar, row, column);
+  solve<WIDTH>(group, rows, lines, w, v);
+  make(group, s, true, [&](T(&sum)[FOUR], int row, int column) {
+    add_product(sum, w, a_bar, row, column), add_product(sum, v, b_bar, row, column);
   });
   __syncwarp();
-  const T of_dt = group.sum(dot(group, left, A, system.matrix) / 2 + dot(group, v, B, system.matrix));
+  const T of_dt = group.sum(dot(group, s, A, system.matrix) / 2 + dot(group, v, B, system.matrix));
   if (!system.is_there) return;
-  store(group, dA, system.matrix, left, dt / 2), store(group, dB, system.matrix, v, dt);
+  store(group, dA, system.matrix, s, dt / 2), store(group, dB, system.matrix, v, dt);
   if (group.lane == 0) ddelta(system.matrix) = of_dt;
 }
 
@@ -523,11 +564,20 @@ __global__ void exponential_backward(View<const T, 3> A, View<const T, 3> B, Vie
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// body.operator()<WIDTH>() with a width that rows of equations fit in.
+template <typename Body>
+void dispatch_width(int n, int m, Body&& body) {
+  if (n <= 8 && m <= 8) return body.template operator()<24>();
+  if (n <= 16 && m <= 16) return body.template operator()<48>();
+  body.template operator()<96>();
+}
+
 // A launch for systems that keep so many numbers in shared memory each.
 template <auto Kernel, typename T, typename... Arguments>
 void start(int64_t systems, int n, int numbers, Stream stream, Arguments... arguments) {
   Plan plan{n <= 8 ? 8 : n <= 16 ? 16 : WARP, 1, numbers};
-  const int of_warp = WARP / plan.lanes, bytes = of_warp * numbers * int(sizeof(T));
+  plan.numbers += (plan.lanes + WARP - numbers % WARP) % WARP;  // so that a warp's groups are in different banks
+  const int of_warp = WARP / plan.lanes, bytes = of_warp * plan.numbers * int(sizeof(T));
   while (plan.warps < MOST_WARPS && 2 * plan.warps * bytes <= SHARED) plan.warps *= 2;
   launch<Kernel>({ceil_div(systems, of_warp * plan.warps)}, dim3(unsigned(WARP * plan.warps)),
                  size_t(plan.warps) * bytes, stream, arguments..., plan);
@@ -539,8 +589,11 @@ void discretize_matrix(const std::string& method, Input<3> A, Input<3> B, Input<
     const int n = int(A.size[1]), m = int(B.size[2]), square = Matrix<T>::size_of(n, n),
               flat = Matrix<T>::size_of(n, m);
     if (method == "bilinear") {
-      start<bilinear<T>, T>(A.size[0], n, 3 * square + 2 * flat, stream, A.as<T>(), B.as<T>(), delta.as<T>(),
-                            A_bar.as<T>(), B_bar.as<T>());
+      dispatch_width(n, m, [&]<int WIDTH>() {
+        const int numbers = n * ROW_PITCH<WIDTH> + EQUATIONS<WIDTH> + square + flat;
+        start<bilinear<T, WIDTH>, T>(A.size[0], n, numbers, stream, A.as<T>(), B.as<T>(), delta.as<T>(), A_bar.as<T>(),
+                                     B_bar.as<T>());
+      });
     } else {
       const int of_foh = method == "foh" ? 2 * flat : 0;
       start<exponential<T>, T>(A.size[0], n, 3 * square + 3 * flat + of_foh, stream, A.as<T>(), B.as<T>(),
@@ -556,9 +609,12 @@ void discretize_matrix_backward(const std::string& method, Input<3> A, Input<3> 
     const int n = int(A.size[1]), m = int(B.size[2]), square = Matrix<T>::size_of(n, n);
     const int flat = Matrix<T>::size_of(n, m), wide = Matrix<T>::size_of(m, n);
     if (method == "bilinear") {
-      start<bilinear_backward<T>, T>(A.size[0], n, 3 * square + 2 * flat + wide, stream, A.as<T>(), B.as<T>(),
-                                     delta.as<T>(), A_bar.as<T>(), B_bar.as<T>(), g_A_bar.as<T>(), g_B_bar.as<T>(),
-                                     dA.as<T>(), dB.as<T>(), ddelta.as<T>());
+      dispatch_width(n, m, [&]<int WIDTH>() {
+        const int numbers = n * ROW_PITCH<WIDTH> + EQUATIONS<WIDTH> + 3 * square + flat + wide;
+        start<bilinear_backward<T, WIDTH>, T>(A.size[0], n, numbers, stream, A.as<T>(), B.as<T>(), delta.as<T>(),
+                                              A_bar.as<T>(), B_bar.as<T>(), g_A_bar.as<T>(), g_B_bar.as<T>(),
+                                              dA.as<T>(), dB.as<T>(), ddelta.as<T>());
+      });
     } else {
       const int of_foh = method == "foh" ? 3 * flat + 2 * wide : 0;
       start<exponential_backward<T>, T>(A.size[0], n, 6 * square + 3 * flat + 3 * wide + of_foh, stream, A.as<T>(),
