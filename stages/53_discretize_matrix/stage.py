@@ -1,23 +1,30 @@
 """Stage 53: discretizations of a full matrix."""
 
 from stages.families import discretize_matrix
-from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
 EQUIVALENT = {}
 
 
-def cost(M: int, n: int, m: int, itemsize: int, method: str = "zoh") -> Counts:
-    return Counts()
+def sectors(M: int, m: int, method: str) -> tuple[int, int]:
+    """What the forward loads and stores in global memory, float32, n = 16 and m = 8 or 16, M a multiple of 8.
+
+    Rows of A and A_bar are two sectors each, those of B and its factors m / 8, which a warp takes of two systems at a
+    time; the two steps are one.
+    """
+    inputs = 2 if method == "foh" else 1
+    loads_of_a, loads_of_b = {"bilinear": (2, 1), "zoh": (1, 2), "foh": (1, 3)}[method]
+    loads = 16 * M * (2 * loads_of_a + m // 8 * loads_of_b) + M // 2
+    return loads, 16 * M * (2 + m // 8 * inputs)
 
 
 stage = Stage(
     __file__,
     family=discretize_matrix,
     lesson="solves and exponentials of small matrices, a few lanes for each",
-    cost=cost,
-    aligned=(8, 16, 4),
-    registers=128,
+    aligned=(8, 8, 4),
+    registers=255,
+    spills=True,  # 16 bytes of double with more than 16 rows; three numbers that are chosen by an index
     dtypes=discretize_matrix.DTYPES,
     options=tuple({"method": method} for method in discretize_matrix.METHODS),
 )

@@ -116,7 +116,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
             totals = [x + y for x, y in zip(totals, (dA, ddelta), strict=True)] if totals else [dA, ddelta]
             g_A_bar = operator.nothing((count, n, n), like=A)  # has been taken
         found = zip((A, B, delta), (totals[0], dB, totals[1]), strict=True)
-        return tuple(g.view(*batch, *g.shape[1:]).sum_to_size(x.shape) for x, g in found)
+        return tuple(g if g.shape == x.shape else g.view(*batch, *g.shape[1:]).sum_to_size(x.shape) for x, g in found)
 
     def fake_backward(grads, A, B, delta, A_bar, B_bar, method) -> tuple[Tensor, ...]:
         return tuple(operator.empty(x.shape, like=x) for x in (A, B, delta))
@@ -185,12 +185,16 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
 
 def sizes_of(A: Tensor, B: Tensor, delta: Tensor) -> tuple[tuple[int, ...], int, int, int]:
     """The dimensions that the systems have together, how many that are, n and m."""
-    batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2], delta.shape)
+    batch = A.shape[:-2]
+    if not (batch == B.shape[:-2] and batch == delta.shape):  # of equal ones torch thinks for long
+        batch = torch.broadcast_shapes(batch, B.shape[:-2], delta.shape)
     return batch, math.prod(batch), A.shape[-1], B.shape[-1]
 
 
 def flat(x: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     """As [systems, ..], the last `rank` dimensions as they are; a view where there are no more dimensions than one."""
+    if len(batch) == 1 and x.dim() == rank + 1 and x.shape[0] == batch[0]:
+        return x
     return x.expand(*batch, *x.shape[x.dim() - rank :]).reshape(math.prod(batch), *x.shape[x.dim() - rank :])
 
 
@@ -222,11 +226,12 @@ def check(A: Tensor, B: Tensor, delta: Tensor, *, method: str) -> None:
     if B.dim() < 2 or B.shape[-2] != A.shape[-1]:
         raise ValueError(f"{CALL}: B is {shape(B)} and A is {shape(A)}; allowed: (..., n, m), here n = {A.shape[-1]}")
     try:
-        torch.broadcast_shapes(A.shape[:-2], B.shape[:-2], delta.shape)
+        sizes_of(A, B, delta)
     except RuntimeError:
         raise ValueError(
             f"{CALL}: A is {shape(A)}, B is {shape(B)} and delta is {shape(delta)}; allowed: dimensions before the "
-            "last two of A and B, and all of delta, that can be broadcast against each other, from the last on equal or 1"
+            "last two of A and B, and all of delta, that can be broadcast against each other, from the last on equal or "
+            "1"
         ) from None
 
 

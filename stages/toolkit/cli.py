@@ -354,7 +354,10 @@ def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: 
     problem = ", ".join(filter(None, (*(f"{name} = {size}" for name, size in sizes.items()), _options(options))))
     counts = {name: count for name, count in asdict(report.counts()).items() if count}
     title = f"{problem}, {_dtype_name(dtype)}: the counts"
-    if not stage.fits(sizes.values()):
+    if stage.cost is None:
+        title += "\n  (there are no closed forms: what it counts depends on the numbers that it is given)"
+        header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]
+    elif not stage.fits(sizes.values()):
         aligned = ", ".join(f"{name} of {size}" for name, size in zip(sizes, stage.aligned, strict=True))
         title += f"\n  (the header's closed forms hold for multiples: {aligned})"
         header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]

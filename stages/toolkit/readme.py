@@ -58,7 +58,7 @@ def stages_table() -> str:
         options = stage.options()[0]
         link = f"[{stage.operator}](stages/{stage.name}/{stage.source.name})"
         book = f"[notebook](notebooks/{stage.name}.ipynb)"
-        counted = (chapter.MISSING,) * 3  # no x-ray counts a kernel in Triton
+        counted = (chapter.MISSING,) * 3  # of a kernel in Triton, or where numbers count
         if stage.cost:
             counts, least = stage.cost(**sizes, itemsize=4, **options), stage.family.work(sizes, 4, **options).bytes
             moved = SECTOR * (counts.load_sectors + counts.store_sectors)

@@ -29,7 +29,8 @@ class Stage:
         family: The module of `stages.families` whose function the stage computes.
         lesson: What the stage teaches, in one line.
         cost: The closed forms of the kernel's header, as a function of the family's sizes and the bytes of an element.
-            They hold for sizes that are multiples of `aligned`. None: there is no x-ray that could tell.
+            They hold for sizes that are multiples of `aligned`. None: there is no x-ray that could tell, or what it
+            counts depends on the numbers that are given.
         aligned: See `cost`.
         registers: How many registers a thread may use, for any dtype; the build check refuses more. None: any number.
         spills: Whether the kernel is allowed to keep values in local memory.
