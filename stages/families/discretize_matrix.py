@@ -195,7 +195,8 @@ def flat(x: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     """As [systems, ..], the last `rank` dimensions as they are; a view where there are no more dimensions than one."""
     if len(batch) == 1 and x.dim() == rank + 1 and x.shape[0] == batch[0]:
         return x
-    return x.expand(*batch, *x.shape[x.dim() - rank :]).reshape(math.prod(batch), *x.shape[x.dim() - rank :])
+    own = x.shape[x.dim() - rank :]
+    return x.expand((*batch, *own)).reshape(math.prod(batch), *own)
 
 
 def pieces(m: int) -> list[slice]:
@@ -230,8 +231,7 @@ def check(A: Tensor, B: Tensor, delta: Tensor, *, method: str) -> None:
     except RuntimeError:
         raise ValueError(
             f"{CALL}: A is {shape(A)}, B is {shape(B)} and delta is {shape(delta)}; allowed: dimensions before the "
-            "last two of A and B, and all of delta, that can be broadcast against each other, from the last on equal or "
-            "1"
+            "last two of A and B, and all of delta, that can be broadcast against each other"
         ) from None
 
 
