@@ -116,7 +116,7 @@ def define(name: str, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
             totals = [x + y for x, y in zip(totals, (dA, ddelta), strict=True)] if totals else [dA, ddelta]
             g_A_bar = operator.nothing((count, n, n), like=A)  # has been taken
         found = zip((A, B, delta), (totals[0], dB, totals[1]), strict=True)
-        return tuple(g if g.shape == x.shape else g.view(*batch, *g.shape[1:]).sum_to_size(x.shape) for x, g in found)
+        return tuple(g if g.shape == x.shape else g.view((*batch, *g.shape[1:])).sum_to_size(x.shape) for x, g in found)
 
     def fake_backward(grads, A, B, delta, A_bar, B_bar, method) -> tuple[Tensor, ...]:
         return tuple(operator.empty(x.shape, like=x) for x in (A, B, delta))
