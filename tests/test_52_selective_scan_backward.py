@@ -72,8 +72,8 @@ class TestSelectiveScanBackward(SelectiveScanCases):
                 arguments = problem((2, 5, 35, 140), dtype, device, c="grouped", groups=5, without=without)
                 self.compare(arguments, allowed(dtype), method=method)
 
-    def test_parts_of_a_share_and_none_for_some(self, device, monkeypatch):
-        """More blocks than channels to share: the last ones have none, and what they write is 0."""
+    def test_parts_of_a_share(self, device, monkeypatch):
+        """As many blocks share some channels, each more than one or the last one fewer."""
         monkeypatch.setattr(family, "BLOCKS", {"cpu": 6, "cuda": 6})
         for channels in (5, 7):
             for b, c in (("variable", "variable"), ("constant", "variable"), ("variable", "constant")):

@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE<N, EXPONENT_ALONE<M> ? 6 : 4>
     if (LOOKS_BACK<M> && method == Method::foh)
       next_previous = carried[chunks * u.size[0] * channels * states + of_led];
   };
-  if (channel0 < end) steps.begin(batch, channel0, t0), ask(channel0);
+  steps.begin(batch, channel0, t0), ask(channel0);
 
   // Sums over the channels. Those for C lie in shared memory, each lane's own: registers are short.
   N sum_b[S][OWN];

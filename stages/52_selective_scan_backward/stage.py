@@ -7,8 +7,16 @@ from stages.toolkit.stage import Stage
 
 forward = importlib.import_module("stages.51_selective_scan.stage")
 
+SAME = "the same either way where they are equal"
 CHUNK, TOGETHER = 128, 4  # steps; channels of a block of `carry`, where there are few
-EQUIVALENT = {}
+EQUIVALENT = {
+    "const T e = power((x > 0 ? -x : x) * PER_E<T>);  [x > 0 -> x >= 0]": SAME,
+    "dt = (x > 0 ? x : T(0)) + log_of_one_plus(e), slope = (x > 0 ? T(1) : e) * reciprocal(T(1) + e);  "
+    "[x > 0 -> x >= 0]": SAME,
+    "for (int offset = 1; offset < PIECES; offset *= 2) {  [offset < PIECES -> offset <= PIECES]": (
+        "no piece is so far away from another one"
+    ),
+}
 
 
 def backward_sectors(B: int, d: int, T: int, discretization_method: str = "mamba") -> tuple[int, int]:

@@ -66,7 +66,7 @@ PROBLEMS = (
     (2, 32, 16, 64),
     (2, 35, 5, 37),
     (1, 35, 17, 130),
-    (1, 5, 3, 36),
+    (1, 5, 3, 130),
     (1, 2, 64, 20),
     (3, 1, 1, 1),
     (2, 3, 4, 0),
@@ -185,6 +185,7 @@ def define(
         in_group = [channels if x.shape[3] == 1 else channels // x.shape[1] for x in by_group]
         share = math.gcd(*in_group)
         parts = max(1, min(share, BLOCKS[u.device.type] // max(1, chunks * batch * (channels // share))))
+        parts = -(-share // -(-share // parts))  # none of which is without a channel
         of_bc = [
             operator.empty(
                 (chunks, batch, *A.shape, 1) if x.shape[3] == 1 else (n // share * parts, *x.shape[:3], chunks * CHUNK),
