@@ -62,10 +62,22 @@ struct Matrix {
 struct Group {
   int lanes, lane;  // 8, 16 or 32 of them; which one this is
 
-  // body(column), each lane some.
+  // body(row, column) for each number of a matrix, row after row: neighbours are lanes beside each other.
   template <typename Body>
-  __device__ __forceinline__ void columns(int count, Body&& body) const {
-    for (int column = lane; column < count; column += lanes) body(column);
+  __device__ __forceinline__ void each(int rows, int columns, Body&& body) const {
+    if (columns == 0) return;
+    const int more_rows = lanes / columns, more_columns = lanes % columns;
+    int row = lane / columns, column = lane % columns;
+    while (row < rows) {
+      body(row, column);
+      row += more_rows, column += more_columns;
+      if (column >= columns) column -= columns, ++row;
+    }
+  }
+  // body(i) for each column, or each place on a diagonal.
+  template <typename Body>
+  __device__ __forceinline__ void each(int count, Body&& body) const {
+    for (int i = lane; i < count; i += lanes) body(i);
   }
   template <typename T>
   __device__ __forceinline__ T sum(T x) const {
@@ -138,32 +150,31 @@ __device__ __forceinline__ void make(const Group& group, const Matrix<T>& to, bo
 }
 
 // ---- from and to global memory --------------------------------------------------------------------------------------
-// Where a tensor of matrices has one of them, times a factor; transposed, if asked for.
+// A matrix of a tensor of such, times a factor; transposed, if asked for.
 template <typename T>
 __device__ __forceinline__ void load(const Group& group, const Matrix<T>& to, const View<const T, 3>& x, int64_t matrix,
                                      T factor, bool transposed = false) {
+  const T* from = &x(matrix, 0, 0);
   const int rows = transposed ? to.columns : to.rows, columns = transposed ? to.rows : to.columns;
-  group.columns(columns, [&](int column) {
-    for (int row = 0; row < rows; ++row) {
-      (transposed ? to(column, row) : to(row, column)) = x(matrix, row, column) * factor;
-    }
+  group.each(rows, columns, [&](int row, int column) {
+    (transposed ? to(column, row) : to(row, column)) = from[row * x.stride[1] + column * x.stride[2]] * factor;
   });
 }
 template <typename T>
-__device__ __forceinline__ void store(const Group& group, const View<T, 3>& to, int64_t matrix, const Matrix<T>& x,
+__device__ __forceinline__ void store(const Group& group, const View<T, 3>& x, int64_t matrix, const Matrix<T>& from,
                                       T factor) {
-  group.columns(x.columns, [&](int column) {
-    for (int row = 0; row < x.rows; ++row) to(matrix, row, column) = x(row, column) * factor;
-  });
+  T* to = &x(matrix, 0, 0);
+  group.each(from.rows, from.columns,
+             [&](int row, int column) { to[row * x.stride[1] + column * x.stride[2]] = from(row, column) * factor; });
 }
 
-// What the lane's columns of <x, y> are.
+// What the lane's numbers of <x, y> are.
 template <typename T>
 __device__ __forceinline__ T dot(const Group& group, const Matrix<T>& x, const View<const T, 3>& y, int64_t matrix) {
   T sum = 0;
-  group.columns(x.columns, [&](int column) {
-    for (int row = 0; row < x.rows; ++row) sum += x(row, column) * y(matrix, row, column);
-  });
+  const T* from = &y(matrix, 0, 0);
+  group.each(x.rows, x.columns,
+             [&](int row, int column) { sum += x(row, column) * from[row * y.stride[1] + column * y.stride[2]]; });
   return sum;
 }
 
@@ -187,7 +198,10 @@ struct Store {
   T* next;
 
   __device__ Store(const Plan& plan, T* shared) : next(shared + threadIdx.x / unsigned(plan.lanes) * plan.numbers) {
-    for (int i = threadIdx.x % unsigned(plan.lanes); i < plan.numbers; i += plan.lanes) next[i] = 0;
+    const T zeros[FOUR] = {};
+    for (int i = threadIdx.x % unsigned(plan.lanes) * FOUR; i < plan.numbers; i += plan.lanes * FOUR) {
+      store_four(next + i, zeros);
+    }
     __syncwarp();
   }
   __device__ T* take(int numbers) {
@@ -269,11 +283,10 @@ __device__ __forceinline__ void solve(const Group& group, const T* rows, T* line
 template <int WIDTH, typename T>
 __device__ __forceinline__ void load_rows(const Group& group, T* rows, int at, const View<const T, 3>& x,
                                           int64_t matrix, T factor, bool transposed = false) {
-  group.columns(int(x.size[2]), [&](int column) {
-    for (int row = 0; row < int(x.size[1]); ++row) {
-      rows[(transposed ? column : row) * ROW_PITCH<WIDTH> + at + (transposed ? row : column)] =
-          x(matrix, row, column) * factor;
-    }
+  const T* from = &x(matrix, 0, 0);
+  group.each(int(x.size[1]), int(x.size[2]), [&](int row, int column) {
+    T* const to = rows + (transposed ? column : row) * ROW_PITCH<WIDTH> + (transposed ? row : column);
+    to[at] = from[row * x.stride[1] + column * x.stride[2]] * factor;
   });
 }
 
@@ -309,10 +322,12 @@ __global__ void bilinear(View<const T, 3> A,      // [systems, n, n]
   const T dt = delta(system.matrix);
   load_rows<WIDTH>(group, rows, 0, A, system.matrix, -dt / 2);
   load_rows<WIDTH>(group, rows, n, A, system.matrix, dt), load_rows<WIDTH>(group, rows, 2 * n, B, system.matrix, dt);
-  group.columns(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1; });
+  __syncwarp();
+  group.each(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1; });
   __syncwarp();
   solve<WIDTH>(group, rows, lines, of_a, of_b);
-  group.columns(n, [&](int i) { of_a(i, i) += 1; });
+  group.each(n, [&](int i) { of_a(i, i) += 1; });
+  __syncwarp();
   if (!system.is_there) return;
   store(group, A_bar, system.matrix, of_a, T(1)), store(group, B_bar, system.matrix, of_b, T(1));
 }
@@ -338,7 +353,7 @@ __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<c
   load_rows<WIDTH>(group, rows, 2 * n, g_B_bar, system.matrix, T(1));
   load(group, a_bar, A_bar, system.matrix, T(1), true), load(group, b_bar, B_bar, system.matrix, T(1), true);
   __syncwarp();
-  group.columns(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1, a_bar(i, i) += 1; });
+  group.each(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1, a_bar(i, i) += 1; });
   __syncwarp();
   solve<WIDTH>(group, rows, lines, w, v);
   make(group, s, true, [&](T(&sum)[FOUR], int row, int column) {
@@ -356,7 +371,7 @@ __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<c
 template <typename T>
 __device__ __forceinline__ int halvings_of(const Group& group, const Matrix<T>& z) {
   T norm = 0;
-  group.columns(z.columns, [&](int column) {
+  group.each(z.columns, [&](int column) {
     T sum = 0;
     for (int row = 0; row < z.rows; ++row) sum += std::abs(z(row, column));
     norm = sum > norm ? sum : norm;
@@ -374,9 +389,7 @@ __device__ __forceinline__ int most_of_warp(int count) {
 }
 template <typename T>
 __device__ __forceinline__ void scale(const Group& group, const Matrix<T>& x, T factor) {
-  group.columns(x.columns, [&](int column) {
-    for (int row = 0; row < x.rows; ++row) x(row, column) *= factor;
-  });
+  group.each(x.rows, x.columns, [&](int row, int column) { x(row, column) *= factor; });
 }
 
 // Two places for a matrix of which the next is made from this one.
@@ -409,10 +422,11 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
   Turns<T> e = two(n, n), v = two(n, m), w = two(n, foh ? m : 0);
   const T dt = delta(system.matrix);
   load(group, z, A, system.matrix, dt);
+  __syncwarp();
   const int halvings = halvings_of(group, z), most = most_of_warp(halvings);
   T h = std::scalbn(T(1), -halvings);  // the length of a piece of the step, of which all is made first
   scale(group, z, h), load(group, b, B, system.matrix, dt * h);
-  group.columns(n, [&](int i) { e.now(i, i) = 1; });
+  group.each(n, [&](int i) { e.now(i, i) = 1; });
   load(group, v.now, B, system.matrix, dt * h), load(group, w.now, B, system.matrix, dt * h);
   __syncwarp();
 
@@ -456,9 +470,8 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
   store(group, A_bar, system.matrix, e.now, T(1));
   if (!foh) return store(group, B_bar, system.matrix, v.now, T(1));
   store(group, B_bar, system.matrix, w.now, T(1));
-  group.columns(m, [&](int column) {
-    for (int row = 0; row < n; ++row) B_prev(system.matrix, row, column) = v.now(row, column) - w.now(row, column);
-  });
+  group.each(
+      n, m, [&](int row, int column) { B_prev(system.matrix, row, column) = v.now(row, column) - w.now(row, column); });
 }
 
 // grid and block as above. X is the transpose of the block matrix, of whose exponential the first column is e^Z^T, u = V^T,
@@ -492,12 +505,10 @@ __global__ void exponential_backward(View<const T, 3> A, View<const T, 3> B, Vie
   T h = std::scalbn(T(1), -halvings);
   scale(group, z, h), load(group, b, B, system.matrix, dt * h, true);
   load(group, g_1, g_A_bar, system.matrix, h), load(group, g_2, foh ? g_B_prev : g_B_bar, system.matrix, h);
-  group.columns(of_foh, [&](int column) {
-    for (int row = 0; row < n; ++row) {
-      g_3(row, column) = (g_B_bar(system.matrix, row, column) - g_B_prev(system.matrix, row, column)) * h;
-    }
+  group.each(n, of_foh, [&](int row, int column) {
+    g_3(row, column) = (g_B_bar(system.matrix, row, column) - g_B_prev(system.matrix, row, column)) * h;
   });
-  group.columns(n, [&](int i) { e.now(i, i) = 1; });
+  group.each(n, [&](int i) { e.now(i, i) = 1; });
   __syncwarp();
 
   for (int k = DEGREE<T>; k > 0; --k) {  // P = I + X/k P of the power before, and by the product rule its derivative
