@@ -279,11 +279,15 @@ def test_those_of_one_stage(device):
     agree(family, arguments[:-1], "48")
     family = FAMILIES["selective_scan"]
     arguments = family.make(dict(zip(family.SIZES, (1, 5, 7, 33), strict=True)), torch.float32, device)
-    agree(family, arguments, "51")
+    agree(family, arguments, "52")
     family = FAMILIES["discretize"]
     for dtype in family.DTYPES:
         sizes = dict(zip(family.SIZES, (2, 5, 3, 7), strict=True))
         agree(family, family.make(sizes, dtype, device), "50", method="foh")
+    family = FAMILIES["discretize_matrix"]
+    for method in family.METHODS:
+        sizes = dict(zip(family.SIZES, (2, 5, 3), strict=True))
+        agree(family, family.make(sizes, torch.float32, device, method=method), "53", method=method)
 
 
 # ---- as the stages' own functions
@@ -307,6 +311,11 @@ def test_errors_are_those_of_the_stages_and_come_before_anything_is_built(monkey
         "selective_scan": [((x,) * 5, {}), ((x, x, two, x, x), {}), ((x, x, x[0], x, x), {"discretization_method": 1})],
         "ssm_adaptive_unitary": [((x,) * 8, {})],
         "discretize": [((x, two), {"method": "zoh"}), ((x, x), {"method": "zhh"}), ((x, x), {"method": 1})],
+        "discretize_matrix": [
+            ((x[:1], x, x), {"method": "zoh"}),
+            ((x, x, x), {"method": "mamba"}),
+            ((x, x, 1.0), {"method": "zoh"}),
+        ],
     }
     assert set(cases) == set(stages.FUNCTIONS)
     monkeypatch.setattr(build, "ensure", lambda *_: pytest.fail("something is built"))

@@ -424,7 +424,7 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
   load(group, z, A, system.matrix, dt);
   __syncwarp();
   const int halvings = halvings_of(group, z), most = most_of_warp(halvings);
-  __syncwarp();  // all have read it, to whom a shuffle would not say so
+  __syncwarp();                        // all have read it, to whom a shuffle would not say so
   T h = std::scalbn(T(1), -halvings);  // the length of a piece of the step, of which all is made first
   scale(group, z, h), load(group, b, B, system.matrix, dt * h);
   group.each(n, [&](int i) { e.now(i, i) = 1; });
