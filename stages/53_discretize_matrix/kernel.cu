@@ -324,7 +324,6 @@ __global__ void bilinear(View<const T, 3> A,      // [systems, n, n]
   load_rows<WIDTH>(group, rows, n, A, system.matrix, dt), load_rows<WIDTH>(group, rows, 2 * n, B, system.matrix, dt);
   __syncwarp();
   group.each(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1; });
-  __syncwarp();
   solve<WIDTH>(group, rows, lines, of_a, of_b);
   group.each(n, [&](int i) { of_a(i, i) += 1; });
   __syncwarp();
@@ -354,7 +353,6 @@ __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<c
   load(group, a_bar, A_bar, system.matrix, T(1), true), load(group, b_bar, B_bar, system.matrix, T(1), true);
   __syncwarp();
   group.each(n, [&](int i) { rows[i * ROW_PITCH<WIDTH> + i] += 1, a_bar(i, i) += 1; });
-  __syncwarp();
   solve<WIDTH>(group, rows, lines, w, v);
   make(group, s, true, [&](T(&sum)[FOUR], int row, int column) {
     add_product(sum, w, a_bar, row, column), add_product(sum, v, b_bar, row, column);
@@ -370,17 +368,15 @@ __global__ void bilinear_backward(View<const T, 3> A, View<const T, 3> B, View<c
 // How often Z has to be halved until its norm, the largest sum of a column, is at most a half; not at all if it has none.
 template <typename T>
 __device__ __forceinline__ int halvings_of(const Group& group, const Matrix<T>& z) {
-  T norm = 0;
-  group.each(z.columns, [&](int column) {
-    T sum = 0;
-    for (int row = 0; row < z.rows; ++row) sum += std::abs(z(row, column));
-    norm = sum > norm ? sum : norm;
-  });
+  T norm = 0;  // a column for each lane: there are no more of them
+  if (group.lane < z.columns) {
+    for (int row = 0; row < z.rows; ++row) norm += std::abs(z(row, group.lane));
+  }
   for (int offset = group.lanes / 2; offset > 0; offset /= 2) {
     const T other = __shfl_xor_sync(FULL, norm, offset);
     norm = other > norm ? other : norm;
   }
-  return norm > T(0.5) && norm < T(INFINITY) ? std::ilogb(norm) + 2 : 0;
+  return std::isfinite(norm) && norm > T(0.5) ? std::ilogb(norm) + 2 : 0;
 }
 // The most of a warp's groups: all go on as long as one of them has to.
 __device__ __forceinline__ int most_of_warp(int count) {
@@ -514,7 +510,7 @@ __global__ void exponential_backward(View<const T, 3> A, View<const T, 3> B, Vie
   __syncwarp();
 
   for (int k = DEGREE<T>; k > 0; --k) {  // P = I + X/k P of the power before, and by the product rule its derivative
-    const T factor = 1 / T(k), h_before = k < DEGREE<T> ? h / (k + 1) : T(0);
+    const T factor = 1 / T(k), h_before = h / (k + 1);
     const auto divide = [&](T(&sum)[FOUR]) {
       UNROLL
       for (int r = 0; r < FOUR; ++r) sum[r] *= factor;

@@ -254,7 +254,7 @@ def make(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stable systems, each faster than the one before until they begin anew: norms of dt A from 0.01 to about 10.
 
-    With n = 7 the rows of A are such that no elimination gets along without exchanging them.
+    With n = 7 the rows of A are such that no elimination gets along without exchanging them, and two begin alike.
     """
     generator = torch.Generator(device).manual_seed(seed)
     count, n, m = (sizes[name] for name in SIZES)
@@ -263,6 +263,7 @@ def make(
     if n == 7 and count:  # I - dt/2 A has zeros where the first pivots would be
         A, delta = A.roll(1, 1), torch.ones_like(delta)
         A[:, range(3), range(3)] = 2.0
+        A[:, 5:, 0] = 8.0
     B = random((count, n, m), torch.float64, generator)
     return A.to(dtype), B.to(dtype), delta.to(dtype)
 
