@@ -517,6 +517,18 @@ def test_exercise_51(capsys):
     assert "Solved." not in capsys.readouterr().out
 
 
+def test_exercise_53(capsys):
+    """Halved once more, six terms are enough: one product less."""
+    size, kernel = (8, 16, 8), lab.kernel("53", method="zoh")
+    at_most = {"shared_load_wavefronts": kernel.xray(*size).counts().shared_load_wavefronts - 1}
+    fewer = {"constexpr int DEGREE = sizeof(T) == 4 ? 8 : 14;": "constexpr int DEGREE = sizeof(T) == 4 ? 6 : 14;"}
+    halved = {"norm > T(0.5) ? std::ilogb(norm) + 2 : 0;": "norm > T(0.25) ? std::ilogb(norm) + 3 : 0;"}
+    lab.exercise(kernel, fewer | halved, *size, at_most=at_most)
+    assert "Solved." in capsys.readouterr().out
+    lab.exercise(kernel, halved, *size, at_most=at_most)
+    assert "Solved." not in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}

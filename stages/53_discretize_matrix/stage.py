@@ -3,16 +3,22 @@
 from stages.families import discretize_matrix
 from stages.toolkit.stage import Stage
 
+BEHIND = "behind the last column are zeros until the norm is known"
 LAST = "a lane without a row has zeros, and comes after all rows that are as small"
 EQUIVALENT = {
     "int turn = row < n ? n : -1;  [row < n -> row <= n]": LAST,
     "int turn = row < n ? n : -1;  [row < n -> true]": LAST,
+    "if (turn == n) most = std::abs(own[0]) >= 0 ? std::abs(own[0]) : T(INFINITY);  [std::abs(own[0]) >= 0 -> true]": (
+        "of NaN, which is in no problem here; the test with it fails"
+    ),
     "if (other > most || (other == most && other_at < at)) most = other, at = other_at;  "
     "[other_at < at -> other_at <= at]": "no two lanes speak for the same row",
     "for (int k = 0; k < WIDTH; ++k) {  [k < WIDTH -> k <= WIDTH]": "there are never so many unknowns",
     "for (int row = 0; row < z.rows; ++row) norm += std::abs(z(row, group.lane));  [row < z.rows -> row <= z.rows]": (
         "a norm that is too large halves once more, to the same result"
     ),
+    "if (group.lane < z.columns) {  [group.lane < z.columns -> group.lane <= z.columns]": BEHIND,
+    "if (group.lane < z.columns) {  [group.lane < z.columns -> true]": BEHIND,
     "norm = other > norm ? other : norm;  [other > norm -> other >= norm]": "the same either way where they are equal",
     "return std::isfinite(norm) && norm > T(0.5) ? std::ilogb(norm) + 2 : 0;  [norm > T(0.5) -> norm >= T(0.5)]": (
         "the series is good for a half, too"
