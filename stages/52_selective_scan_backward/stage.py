@@ -40,7 +40,7 @@ def backward_sectors(B: int, d: int, T: int, discretization_method: str = "mamba
 stage = Stage(
     __file__,
     family=selective_scan,
-    lesson="the gradients of the selective scan: states computed again, lanes as pieces of time",
+    lesson="gradients: states made anew, lanes as pieces of time",
     cost=forward.cost,
     aligned=(1, 16, 16, 128),
     registers=255,
