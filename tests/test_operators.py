@@ -1,8 +1,8 @@
 """The operators as such: how stages are found and loaded, what a call costs, how failures come out."""
 
 import doctest
-import functools
 import inspect
+import json
 import shutil
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from stages.families import (
     vlstm,
 )
 from stages.toolkit import build, kernels, operator, stage, verify, xray
+from stages.toolkit.device import processor
 
 NAMES = stages.names()
 
@@ -124,18 +125,6 @@ def test_a_stage_may_have_options_and_dtypes_of_its_own_and_no_backward(tmp_path
 # ---- a call
 
 
-@functools.cache
-def an_operator_that_does_nothing():
-    return operator.register(
-        "does_nothing",
-        "(Tensor x) -> Tensor",
-        torch.empty_like,
-        fake=torch.empty_like,
-        setup_context=lambda ctx, inputs, output: None,
-        backward=lambda ctx, grad: grad,
-    )
-
-
 @pytest.mark.parametrize("name", XRAYED)
 def test_a_call_costs_less_than_ten_microseconds(name, device):
     """All but the kernel: checks, dispatch, allocation and binding, beside torch.empty_like.
@@ -152,8 +141,8 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
     limit = 10 + 2 * (len(tensors) - 3) + len(options) / 2 + turned
     empty = loaded.family.make(dict.fromkeys(loaded.family.SIZES, 0), torch.float32, device)
     like = torch.empty(1, device=device)
+    measured = json.loads((build.PACKAGE / "measured" / "cpu_device.json").read_text(encoding="utf-8"))["cpu"]
     function = partial(loaded.function, **loaded.options()[0])
-    does_nothing = an_operator_that_does_nothing()
     function(*empty)
 
     def microseconds(call, repeats=200):
@@ -162,17 +151,17 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
             call()
         return (time.perf_counter() - start) / repeats * 1e6
 
-    # The quietest of many short rounds: what a call takes, not what else goes on. On a busy or a slower machine even that
-    # is slow; then an operator that does nothing, which takes 4.3 us where these limits come from, says by how much.
-    own = allocation = nothing = float("inf")
+    # The quietest of many short rounds: what a call takes, not what else goes on. On a busy machine even that is slow;
+    # then empty_like, which takes 1.4 us where it is not, says by how much. On another processor than that on which the
+    # limits were set, and the CPU device was measured, a call may take twice as long: it is much code, run through once.
+    own = allocation = float("inf")
     end = time.perf_counter() + 10
     while time.perf_counter() < end:
         own = min(own, microseconds(lambda: function(*empty)))
         allocation = min(allocation, microseconds(lambda: torch.empty_like(like)))
-        nothing = min(nothing, microseconds(lambda: does_nothing(like)))
         if own - allocation < limit:
             return
-    assert own - allocation < limit * max(1, nothing / 4.3)
+    assert own - allocation < limit * max(1, allocation / 1.4) * (1 if processor() == measured else 2)
 
 
 @pytest.mark.parametrize("shape", [(), [], torch.Size(()), (0,), (2, 3)], ids=str)

@@ -85,7 +85,7 @@ def cost(B: int, d: int, n: int, T: int, itemsize: int, discretization_method: s
 stage = Stage(
     __file__,
     family=selective_scan,
-    lesson="discretize and scan in one kernel: states that never leave the registers",
+    lesson="discretize and scan in one kernel: states that never leave registers",
     cost=cost,
     aligned=(1, 16, 16, 64),
     registers=255,
