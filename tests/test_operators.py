@@ -153,7 +153,7 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
 
     # The quietest of many short rounds: what a call takes, not what else goes on. On a busy machine even that is slow;
     # then empty_like, which takes 1.4 us where it is not, says by how much. On another processor than that on which the
-    # limits were set, and the CPU device was measured, a call may take twice as long: it is much code, run through once.
+    # limits were set, and the CPU device was measured, a call may take twice as long: it is much code, run once.
     own = allocation = float("inf")
     end = time.perf_counter() + 10
     while time.perf_counter() < end:
