@@ -193,7 +193,7 @@ def test_profile_as_json(call):
         (part, by) for part in ("coefficients", "scan") for by in ("stages", "torch")
     ]
     assert all(r["method"] == "foh" and r["dtype"] == "complex64" and r["ms"] > 0 for r in records)
-    assert [r["part"] for r in records if "both_ms" in r and r["both_ms"] > 0] == 2 * ["coefficients"]  # no backward
+    assert all(r["both_ms"] > 0 for r in records)
 
 
 def test_what_does_not_fit_is_said_in_its_cell(call, monkeypatch, tmp_path):
