@@ -13,12 +13,12 @@
 //           shuffles; then its steps again, now with all that is known. dB and dC of its steps stay in its registers
 //           while the block goes on from channel to channel. What g comes into a chunk of steps is known from a kernel
 //           before, carry, which goes through the chunks from the last to the first and does no more than that.
-// Mapping   gradients: block: a chunk of time, up to 8 WARPS states, one channel of its share after the other.  warp: 8
+// Mapping   gradients: block: a chunk of time, 8 states (float) a warp, one channel of its share after the other.  warp: 8
 //           states (float), lane: OWN steps of 4.  carry: the same, block: up to CHANNELS channels, all chunks.
 // Cost      see backward_cost in stage.py. A state and step of float and mamba take one exponential and some 30 instructions in
 //           gradients, some 12 in carry; in device memory, of a state, what is kept for a chunk, and dB and dC once for
 //           each block of channels.
-// Limits    More than 32 states (float) take several launches, each of which prepares the steps anew.
+// Limits    More than 16 states (float) take several launches, each of which prepares the steps anew.
 // Run       python -m stages run 52
 
 #include "../51_selective_scan/kernel.cu"
