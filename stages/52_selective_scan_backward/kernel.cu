@@ -14,10 +14,10 @@
 //           while the block goes on from channel to channel. What g comes into a chunk of steps is known from a kernel
 //           before, carry, which goes through the chunks from the last to the first and does no more than that.
 // Mapping   gradients: block: a chunk of time, 8 states (float) a warp, one channel of its share after the other.  warp: 8
-//           states (float), lane: OWN steps of 4.  carry: the same, block: up to CHANNELS channels, all chunks.
-// Cost      see backward_cost in stage.py. A state and step of float and mamba take one exponential and some 30 instructions in
-//           gradients, some 12 in carry; in device memory, of a state, what is kept for a chunk, and dB and dC once for
-//           each block of channels.
+//           states (float), lane: OWN steps of 4.  carry: the same, block: up to CARRY channels, all chunks.
+// Cost      forward: stage 51's. Backward: the sectors are backward_sectors in stage.py. A state and step takes one
+//           exponential (float, mamba) in each kernel; in device memory, of a state, what is kept for a chunk, and dB and
+//           dC once for each block of channels.
 // Limits    More than 16 states (float) take several launches, each of which prepares the steps anew.
 // Run       python -m stages run 52
 
