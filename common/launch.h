@@ -1,4 +1,5 @@
 // launch<kernel<...>>(grid, block, dynamic_shared, stream, arguments...): one call for both devices.
+// launch_together<kernel<...>>(...): the same for blocks that wait for one another: all of them begin, or none.
 //
 // Whatever goes wrong becomes a C++ exception that names the kernel and the launch: a grid or block past the limits
 // before anything starts, CUDA's own errors after. An empty grid launches nothing. The tensors' device is made current
@@ -83,8 +84,10 @@ class DeviceGuard {
 
 }  // namespace detail
 
+namespace detail {
+
 template <auto Kernel, typename... Arguments>
-void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
+void launch(bool together, Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   const auto name = [] { return detail::kernel_name<Kernel>(); };
   detail::check_grid(name(), grid, block);
@@ -94,14 +97,36 @@ void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Argumen
         cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_shared)),
         "kernel " + name() + " with " + std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
   }
-  Kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), block, dynamic_shared,
-           static_cast<cudaStream_t>(stream.handle)>>>(arguments...);
+  const dim3 blocks(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z));
+  const auto handle = static_cast<cudaStream_t>(stream.handle);
+  if (together) {
+    cudaLaunchAttribute cooperative{};
+    cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
+    cudaLaunchConfig_t how{};
+    how.gridDim = blocks, how.blockDim = block, how.dynamicSmemBytes = dynamic_shared, how.stream = handle;
+    how.attrs = &cooperative, how.numAttrs = 1;
+    cudaLaunchKernelEx(&how, Kernel, arguments...);
+  } else {
+    Kernel<<<blocks, block, dynamic_shared, handle>>>(arguments...);
+  }
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
     detail::check_cuda(error, "kernel " + name() + ", grid (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) +
                                   ", " + std::to_string(grid.z) + "), block (" + std::to_string(block.x) + ", " +
                                   std::to_string(block.y) + ", " + std::to_string(block.z) + "), " +
                                   std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
   }
+}
+
+}  // namespace detail
+
+template <auto Kernel, typename... Arguments>
+void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
+  detail::launch<Kernel>(false, grid, block, dynamic_shared, stream, arguments...);
+}
+
+template <auto Kernel, typename... Arguments>
+void launch_together(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
+  detail::launch<Kernel>(true, grid, block, dynamic_shared, stream, arguments...);
 }
 
 #else
@@ -134,6 +159,17 @@ void launch(Grid grid, dim3 block, size_t dynamic_shared, Stream, Arguments... a
   simt::launch({name.c_str(), dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), block, dynamic_shared,
                 &Call::run, &call, reinterpret_cast<const void*>(Kernel),
                 uint64_t(grid.x) * uint64_t(grid.y) * uint64_t(grid.z)});
+}
+
+template <auto Kernel, typename... Arguments>
+void launch_together(Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
+  if (grid.x * grid.y * grid.z > simt::RESIDENT_BLOCKS) {
+    throw std::invalid_argument("kernel " + detail::kernel_name<Kernel>() + " has " +
+                                std::to_string(grid.x * grid.y * grid.z) +
+                                " blocks that wait for one another: the CPU device keeps at most " +
+                                std::to_string(simt::RESIDENT_BLOCKS) + " at once");
+  }
+  launch<Kernel>(grid, block, dynamic_shared, stream, arguments...);
 }
 
 #endif

@@ -1,0 +1,432 @@
+// Stage 61: the whole sequence of an LSTM in one kernel
+//
+// Problem   For each step, of all batches: z[t] = products[t] + h[t - 1] R^T, of which i, f, g, o are made, the cell
+//           c[t] = f c[t - 1] + i g and h[t] = o tanh(c[t]).  products, z [T, B, 4 H], R [4 H, H], h, c [T, B, H].
+//           Backward: from dh[t] + dz[t + 1] R, which is what the loss gives to h[t] in all, dz[t], and so on.
+// Before    Stage 60 launches two kernels a step: it waits for them to begin more than for what they do, and reads all of
+//           R again.
+// Idea      One kernel that stays for the whole sequence. What a block multiplies by is the same in each step, so it is read
+//           once and kept in registers: R is spread over the registers of all multiprocessors. What a step needs of the
+//           others is h[t - 1], through the L2 cache, and to know that it is there: each block tells by a word of its
+//           own that it has written its part, and looks at the words of all others before it goes on.
+//           Backward: dz[t + 1] is four times as much as h. So FOUR blocks share their columns of R, each has the rows of
+//           one gate, reads that gate's dz alone, and they hand on their sums to each other: a meeting of four, which is
+//           short, instead of a longer way for everybody.
+// Mapping   block: UNITS hidden units, 4 gates of each, all steps and batches.  thread: 4 outputs (forward: the gates of a
+//           unit; backward: 4 units) and DEPTH numbers of what they are made of.  warp: UNITS such fours, PIECES lanes each.
+//           Sums go over the PIECES by shuffles and over the warps through shared memory.
+// Cost      forward, float32, H a multiple of 4 PIECES, B one of 4: a block, of which there are blocks = 4 ceil(H / 4 UNITS)
+//             global load sectors  R once; a step B H / 8 of h and 4 B UNITS / 8 of products
+// Progress  No block may wait for one that has not begun: the launch is cooperative, which begins all blocks or none.
+//           In each step a block tells before it waits, so the one that is the furthest behind waits for nobody.
+// Limits    R has to fit into registers: H <= 1024 (float64: 512), and there have to be H / UNITS multiprocessors.
+// Run       python -m stages run 61
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "common/async_copy.h"
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/numeric.h"
+#include "common/ordering.h"
+#include "common/vector.h"
+#include "common/view.h"
+
+constexpr unsigned FULL = 0xffffffff;
+constexpr int WARP = 32, FOUR = 4;  // lanes; gates, outputs of a thread, batches that it multiplies at once
+
+// How a block is cut. MOST: the largest H.
+template <typename T_, int UNITS_, int WARPS_, int DEPTH_>
+struct Shape {
+  using T = T_;
+  using Sum = Accumulator<T>;
+  static constexpr int UNITS = UNITS_, WARPS = WARPS_, DEPTH = DEPTH_;
+  static constexpr int THREADS = WARPS * WARP, OUTPUTS = FOUR * UNITS;
+  static constexpr int PIECES = WARP / UNITS;    // lanes that have the same outputs
+  static constexpr int REACH = FOUR * PIECES;    // numbers that a warp multiplies by at once, neighbours
+  static constexpr int MOST = WARPS * PIECES * DEPTH;
+  static constexpr int ROWS = 64 / int(sizeof(Sum));  // batches whose h is in shared memory at a time
+};
+
+// ---- activations ----------------------------------------------------------------------------------------------------
+template <typename Sum>
+__device__ __forceinline__ Sum clamped(Sum x, Sum least) {
+  return x < least ? least : x > 1 ? Sum(1) : x;
+}
+template <typename Sum>
+__device__ __forceinline__ Sum gate(Sum x, bool hard) {
+  return hard ? clamped(x / 8 + Sum(0.5), Sum(0)) : 1 / (1 + std::exp(-x));
+}
+template <typename Sum>
+__device__ __forceinline__ Sum squashed(Sum x, bool hard) {
+  return hard ? clamped(x, Sum(-1)) : std::tanh(x);
+}
+// Their derivatives, from the results; of the hard ones 0 where they are at an end.
+template <typename Sum>
+__device__ __forceinline__ Sum gate_slope(Sum y, bool hard) {
+  return hard ? (y > 0 && y < 1 ? Sum(0.125) : Sum(0)) : y * (1 - y);
+}
+template <typename Sum>
+__device__ __forceinline__ Sum squashed_slope(Sum y, bool hard) {
+  return hard ? (y > -1 && y < 1 ? Sum(1) : Sum(0)) : 1 - y * y;
+}
+
+// ---- meetings -------------------------------------------------------------------------------------------------------
+// Goes on when the blocks first .. first + count - 1 have come here for the `number`-th time, 1, 2, ... What they have
+// written before is there then.
+__device__ __forceinline__ void meet(unsigned* arrived, int first, int count, unsigned number) {
+  __syncthreads();  // all threads have written
+  if (threadIdx.x == 0) store_release(&arrived[blockIdx.x], number);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    while (load_acquire(&arrived[first + i]) < number) spin_hint();
+  }
+  __syncthreads();  // and all have seen
+}
+
+// ---- the product of a step ------------------------------------------------------------------------------------------
+// x[batch][k], some of it in shared memory at a time.
+template <typename T>
+struct Factor {
+  const T* data;
+  int64_t of_batch, of_k;
+  bool wide;  // rows are groups of 16 bytes
+};
+
+template <typename Shape>
+struct Product {
+  using T = typename Shape::T;
+  using Sum = typename Shape::Sum;
+
+  T* tiles;          // two of [ROWS][pitch], of x
+  Sum* parts;        // [WARPS][ROWS][OUTPUTS]
+  int length, pitch;  // H, and filled up to whole REACHes
+  Sum weights[FOUR][Shape::DEPTH];
+
+  __host__ __device__ static int pitch_of(int length) { return int(ceil_div(length, Shape::REACH)) * Shape::REACH; }
+  static size_t bytes(int length) {
+    return size_t(2) * Shape::ROWS * pitch_of(length) * sizeof(T) +
+           size_t(Shape::WARPS) * Shape::ROWS * Shape::OUTPUTS * sizeof(Sum);
+  }
+
+  // The four of outputs of a thread, and the number that its i-th one is multiplied by.
+  __device__ static int four() { return threadIdx.x % WARP / Shape::PIECES; }
+  __device__ static int piece() { return threadIdx.x % Shape::PIECES; }
+  __device__ static int first_of(int i) { return (i * Shape::WARPS + int(threadIdx.x) / WARP) * Shape::REACH; }
+
+  // weight(output, k): of the thread's outputs 0 .. 3, k < length.
+  template <typename Weight>
+  __device__ __forceinline__ Product(unsigned char* shared, int length, const Weight& weight)
+      : length(length), pitch(pitch_of(length)) {
+    parts = reinterpret_cast<Sum*>(shared);
+    tiles = reinterpret_cast<T*>(parts + Shape::WARPS * Shape::ROWS * Shape::OUTPUTS);
+    UNROLL
+    for (int i = 0; i < Shape::DEPTH; ++i) {
+      const int k = first_of(i / FOUR) + piece() * FOUR + i % FOUR;
+      UNROLL
+      for (int o = 0; o < FOUR; ++o) weights[o][i] = k < length ? weight(o, k) : Sum(0);
+    }
+  }
+
+  __device__ __forceinline__ T* tile(int chunk) const { return tiles + chunk % 2 * Shape::ROWS * pitch; }
+
+  // Starts to bring rows of x, from `batch` on, to a tile; zeros stand where there are no more batches or numbers.
+  __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batch, int64_t batches) const {
+    T* const to = tile(chunk);
+    const int there = int(min(batches - batch, int64_t(Shape::ROWS))), rows = int(ceil_div(there, FOUR)) * FOUR;
+    const T* const from = x.data + batch * x.of_batch;
+    if (x.wide) {
+      constexpr int GROUP = 16 / int(sizeof(T));
+      const int groups = pitch / GROUP;
+      for (int i = threadIdx.x; i < rows * groups; i += Shape::THREADS) {
+        const int row = i / groups, k = i % groups * GROUP;
+        async_copy<16>(to + row * pitch + k, from + row * x.of_batch + k, row < there && k < length);
+      }
+    } else {
+      for (int i = threadIdx.x; i < rows * pitch; i += Shape::THREADS) {
+        const int row = i / pitch, k = i % pitch;
+        to[i] = row < there && k < length ? from[row * x.of_batch + k * x.of_k] : T(0);
+      }
+    }
+  }
+
+  // What a warp's numbers give to its outputs of the rows of a tile.
+  __device__ __forceinline__ void multiply(int chunk, int rows) const {
+    constexpr int EACH = FOUR * FOUR / Shape::PIECES;  // sums that a lane has in the end, neighbours in `parts`
+    Sum* const to = parts + threadIdx.x / WARP * Shape::ROWS * Shape::OUTPUTS;
+    const T* const x = tile(chunk) + piece() * FOUR;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += FOUR) {
+      Sum sums[FOUR * FOUR] = {};  // [row][output]
+      UNROLL
+      for (int i = 0; i < Shape::DEPTH; i += FOUR) {
+        const int k = first_of(i / FOUR);
+        if (k >= pitch) continue;
+        UNROLL
+        for (int r = 0; r < FOUR; ++r) {
+          const auto numbers = load(x + (row + r) * pitch + k);
+          UNROLL
+          for (int o = 0; o < FOUR; ++o) {
+            UNROLL
+            for (int e = 0; e < FOUR; ++e) sums[r * FOUR + o] += weights[o][i + e] * numbers.value[e];
+          }
+        }
+      }
+      // Over the pieces: each time a lane keeps one half of its sums and gives the other one away.
+      UNROLL
+      for (int halved = 2; halved <= Shape::PIECES; halved *= 2) {
+        const int count = FOUR * FOUR / halved, offset = Shape::PIECES / halved;
+        const bool upper = threadIdx.x & offset;
+        UNROLL
+        for (int i = 0; i < count; ++i) {
+          const Sum sent = upper ? sums[i] : sums[i + count], stays = upper ? sums[i + count] : sums[i];
+          sums[i] = stays + __shfl_xor_sync(FULL, sent, offset);
+        }
+      }
+      const int at = piece() * EACH;
+      Sum* const place = to + (row + at / FOUR) * Shape::OUTPUTS + four() * FOUR + at % FOUR;
+      UNROLL
+      for (int i = 0; i < EACH; ++i) place[i] = sums[i];
+    }
+  }
+
+  // The sums over all warps, of an output and a row of the tile, or of FOUR outputs.
+  template <int COUNT>
+  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int row, int output) const {
+#pragma unroll 4
+    for (int w = 0; w < Shape::WARPS; ++w) {
+      const Sum* const from = parts + (w * Shape::ROWS + row) * Shape::OUTPUTS + output;
+      UNROLL
+      for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
+    }
+  }
+
+ private:
+  struct Numbers {
+    Sum value[FOUR];
+  };
+  __device__ __forceinline__ static Numbers load(const T* from) {
+    constexpr int WIDE = sizeof(T) == 8 ? 2 : FOUR;
+    Numbers numbers;
+    UNROLL
+    for (int k = 0; k < FOUR; k += WIDE) {
+      const auto group = load_vector<WIDE>(from + k);
+      UNROLL
+      for (int i = 0; i < WIDE; ++i) numbers.value[k + i] = Sum(group[i]);
+    }
+    return numbers;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// grid (blocks, all of them at once), block (THREADS)
+template <typename Shape, typename T = typename Shape::T, typename Sum = typename Shape::Sum>
+__global__ void __launch_bounds__(Shape::THREADS, 1)
+    forward(View<const T, 3> products,  // [seq, batches, 4 H]
+            View<const T, 2> R,         // [4 H, H]
+            View<const T, 2> h0,        // [batches, H]
+            View<const Sum, 2> c0,      // [batches, H]
+            View<const Sum, 3> mask,    // [seq, batches, H]: how much of a new h there is, or empty
+            View<T, 3> h,               // [seq, batches, H]
+            View<Sum, 2> c_last,        // [batches, H]: meanwhile, the cells
+            View<T, 3> z,               // [seq, batches, 4 H], or empty
+            View<Sum, 3> cells,         // [seq, batches, H], or empty
+            bool hard, bool wide_start, bool wide, unsigned* arrived) {
+  constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS;
+  DYNAMIC_SHARED(unsigned char, shared);
+  const int64_t seq = h.size[0], batches = h.size[1];
+  const int hidden = int(h.size[2]), unit0 = blockIdx.x * UNITS;
+  const Product<Shape> product(shared, hidden, [&](int gate, int k) {
+    const int unit = unit0 + Product<Shape>::four();
+    return unit < hidden ? Sum(R(int64_t(gate) * hidden + unit, k)) : Sum(0);
+  });
+  // What a thread does with the sums: of one unit and, in each chunk of ROWS batches, one batch.
+  const int unit = unit0 + threadIdx.x % UNITS;
+  const auto batch_of = [&](int64_t batch0) { return batch0 + threadIdx.x / UNITS; };
+  const auto is_mine = [&](int64_t batch) { return threadIdx.x < ROWS * UNITS && unit < hidden && batch < batches; };
+
+  for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
+    const int64_t batch = batch_of(batch0);
+    if (is_mine(batch)) c_last(batch, unit) = c0(batch, unit);
+  }
+  for (int64_t t = 0; t < seq; ++t) {
+    const Factor<T> before = t == 0 ? Factor<T>{h0.data, h0.stride[0], h0.stride[1], wide_start}
+                                    : Factor<T>{&h(t - 1, 0, 0), h.stride[1], h.stride[2], wide};
+    for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
+      const int chunk = int(batch0 / ROWS % 2);
+      const int64_t batch = batch_of(batch0);
+      const bool mine = is_mine(batch);
+      Sum sums[FOUR] = {}, c = 0, old = 0, part = 1;
+      if (mine) {  // what there is without h
+        UNROLL
+        for (int g = 0; g < FOUR; ++g) sums[g] = Sum(products(t, batch, int64_t(g) * hidden + unit));
+        c = c_last(batch, unit);
+        if (mask.size[0]) {
+          part = mask(t, batch, unit), old = Sum(t == 0 ? h0(batch, unit) : h(t - 1, batch, unit));
+        }
+      }
+      if (batch0 == 0) {
+        if (t > 0) meet(arrived, 0, gridDim.x, unsigned(t));
+        product.fetch(before, chunk, batch0, batches), async_commit();
+      }
+      if (batch0 + ROWS < batches) product.fetch(before, 1 - chunk, batch0 + ROWS, batches);
+      async_commit(), async_wait<1>();
+      __syncthreads();  // the tile is there, and the sums of the one before are not needed any more
+      product.multiply(chunk, int(min(batches - batch0, int64_t(ROWS))));
+      __syncthreads();  // the sums are there
+      if (!mine) continue;
+      product.add(sums, threadIdx.x / UNITS, threadIdx.x % UNITS * FOUR);
+      const Sum i = gate(sums[0], hard), f = gate(sums[1], hard), g = squashed(sums[2], hard), o = gate(sums[3], hard);
+      c = f * c + i * g;
+      const Sum made = o * squashed(c, hard);
+      h(t, batch, unit) = T(mask.size[0] ? old + part * (made - old) : made);
+      c_last(batch, unit) = c;
+      if (cells.size[0]) {
+        cells(t, batch, unit) = c;
+        UNROLL
+        for (int k = 0; k < FOUR; ++k) z(t, batch, int64_t(k) * hidden + unit) = T(sums[k]);
+      }
+    }
+  }
+}
+
+// The block of gate g, the g-th of its FOUR, multiplies dz[t + 1] of that gate by its rows of R and the FOUR's columns;
+// then it has the columns of its own units.
+// grid (blocks, all of them at once), block (THREADS)
+template <typename Shape, typename T = typename Shape::T, typename Sum = typename Shape::Sum>
+__global__ void __launch_bounds__(Shape::THREADS, 1)
+    backward(View<const T, 3> dh,        // [seq, batches, H]
+             View<const Sum, 2> dc_last,  // [batches, H]
+             View<const T, 2> R,          // [4 H, H]
+             View<const Sum, 2> c0,       // [batches, H]
+             View<const Sum, 3> mask,     // [seq, batches, H], or empty
+             View<const T, 3> z,          // [seq, batches, 4 H]
+             View<const Sum, 3> cells,    // [seq, batches, H]
+             View<T, 3> dz,               // [seq, batches, 4 H]
+             View<T, 2> dh0,              // [batches, H]
+             View<Sum, 2> dc0,            // [batches, H]: meanwhile, the gradients of the cells
+             View<Sum, 3> handed,         // [blocks, batches, OUTPUTS]: sums for the others of the FOUR
+             View<Sum, 2> kept,           // [batches, H]: what h[t + 1] gives to h[t] by itself, or empty
+             bool hard, bool wide, unsigned* arrived) {
+  constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS, OUTPUTS = Shape::OUTPUTS;
+  DYNAMIC_SHARED(unsigned char, shared);
+  const int64_t seq = dz.size[0], batches = dz.size[1];
+  const int hidden = int(R.size[1]), first = blockIdx.x / FOUR * FOUR, own = blockIdx.x % FOUR;
+  const Product<Shape> product(shared, hidden, [&](int output, int k) {
+    const int unit = first * UNITS + Product<Shape>::four() * FOUR + output;
+    return unit < hidden ? Sum(R(int64_t(own) * hidden + k, unit)) : Sum(0);
+  });
+  const auto each_of_mine = [&](auto&& body) {
+    for (int64_t i = threadIdx.x; i < batches * UNITS; i += Shape::THREADS) {
+      const int64_t unit = int64_t(blockIdx.x) * UNITS + i % UNITS;
+      if (unit < hidden) body(i / UNITS, unit);
+    }
+  };
+  each_of_mine([&](int64_t batch, int64_t unit) {
+    dc0(batch, unit) = dc_last(batch, unit);
+    if (seq == 0) dh0(batch, unit) = T(0);
+  });
+  for (int64_t t = seq - 1; t >= -1 && seq > 0; --t) {
+    const bool later = t < seq - 1;  // there is a step after t
+    if (later) {
+      const unsigned number = unsigned(seq - 1 - t);
+      meet(arrived, 0, gridDim.x, number);
+      const Factor<T> after{&dz(t + 1, 0, int64_t(own) * hidden), dz.stride[1], dz.stride[2], wide};
+      product.fetch(after, 0, 0, batches), async_commit();
+      for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
+        const int chunk = int(batch0 / ROWS % 2), rows = int(min(batches - batch0, int64_t(ROWS)));
+        if (batch0 + ROWS < batches) product.fetch(after, 1 - chunk, batch0 + ROWS, batches);
+        async_commit(), async_wait<1>();
+        __syncthreads();  // the tile is there, and the sums of the one before are not needed any more
+        product.multiply(chunk, rows);
+        __syncthreads();  // the sums are there
+        for (int i = threadIdx.x; i < rows * OUTPUTS; i += Shape::THREADS) {
+          Sum sum[1] = {};
+          product.add(sum, i / OUTPUTS, i % OUTPUTS);
+          handed(blockIdx.x, batch0 + i / OUTPUTS, i % OUTPUTS) = sum[0];
+        }
+      }
+      meet(arrived + gridDim.x, first, FOUR, number);
+    }
+    each_of_mine([&](int64_t batch, int64_t unit) {
+      Sum d = 0;
+      if (later) {
+        UNROLL
+        for (int g = 0; g < FOUR; ++g) d += handed(first + g, batch, own * UNITS + unit % UNITS);
+        if (mask.size[0]) d += kept(batch, unit);
+      }
+      if (t < 0) {
+        dh0(batch, unit) = T(d);
+        return;
+      }
+      d += Sum(dh(t, batch, unit));
+      if (mask.size[0]) {
+        const Sum part = mask(t, batch, unit);
+        kept(batch, unit) = (1 - part) * d, d *= part;
+      }
+      const auto of = [&](int g) { return Sum(z(t, batch, int64_t(g) * hidden + unit)); };
+      const Sum i = gate(of(0), hard), f = gate(of(1), hard), g = squashed(of(2), hard), o = gate(of(3), hard);
+      const Sum seen = squashed(cells(t, batch, unit), hard);
+      const Sum c_before = t > 0 ? cells(t - 1, batch, unit) : c0(batch, unit);
+      const Sum dc = dc0(batch, unit) + d * o * squashed_slope(seen, hard);
+      const auto give = [&](int gate, Sum value) { dz(t, batch, int64_t(gate) * hidden + unit) = T(value); };
+      give(0, dc * g * gate_slope(i, hard)), give(1, dc * c_before * gate_slope(f, hard));
+      give(2, dc * i * squashed_slope(g, hard)), give(3, d * seen * gate_slope(o, hard));
+      dc0(batch, unit) = dc * f;
+    });
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// body.operator()<Shape>() with the shape for so many units of a block, 4 or 8.
+template <typename Body>
+void with_shape(DType dtype, int units, int64_t hidden, Body&& body) {
+  dispatch_floating(dtype, [&]<typename T>() {
+    constexpr int DEPTH = sizeof(T) == 8 ? 8 : 16;
+    using Few = Shape<T, 4, 8, 8>;
+    using Many = Shape<T, 8, 16, DEPTH>;
+    if (units == Few::UNITS && hidden <= Few::MOST) return body.template operator()<Few>();
+    if (units == Many::UNITS && hidden <= Many::MOST) return body.template operator()<Many>();
+    throw std::invalid_argument("a block cannot have " + std::to_string(units) + " units of " + std::to_string(hidden));
+  });
+}
+
+template <typename T>
+bool is_wide(const T* data, int64_t of_batch, int64_t of_k, int64_t hidden) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && of_k == 1 && of_batch * int64_t(sizeof(T)) % 16 == 0 &&
+         hidden * int64_t(sizeof(T)) % 16 == 0;
+}
+
+void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h,
+                  Output<2> c_last, Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units,
+                  Stream stream) {
+  const int64_t hidden = h.size[2];
+  with_shape(h.dtype, units, hidden, [&]<typename Shape>() {
+    using T = typename Shape::T;
+    using Sum = typename Shape::Sum;
+    const auto start = h0.as<T>();
+    const auto out = h.as<T>();
+    launch_together<forward<Shape>>(
+        {arrived.size[0] / 2}, dim3(Shape::THREADS), Product<Shape>::bytes(int(hidden)), stream, products.as<T>(),
+        R.as<T>(), start, c0.as<Sum>(), mask.as<Sum>(), out, c_last.as<Sum>(), z.as<T>(), cells.as<Sum>(),
+        activation == 1, is_wide(start.data, start.stride[0], start.stride[1], hidden),
+        is_wide(out.data, out.stride[1], out.stride[2], hidden), static_cast<unsigned*>(arrived.data));
+  });
+}
+
+void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> R, Input<2> c0, Input<3> mask, Input<3> z, Input<3> cells,
+                   Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Output<3> handed, Output<2> kept,
+                   InOut<1> arrived, int units, Stream stream) {
+  const int64_t hidden = R.size[1];
+  with_shape(dz.dtype, units, hidden, [&]<typename Shape>() {
+    using T = typename Shape::T;
+    using Sum = typename Shape::Sum;
+    const auto out = dz.as<T>();
+    launch_together<backward<Shape>>(
+        {arrived.size[0] / 2}, dim3(Shape::THREADS), Product<Shape>::bytes(int(hidden)), stream, dh.as<T>(),
+        dc_last.as<Sum>(), R.as<T>(), c0.as<Sum>(), mask.as<Sum>(), z.as<T>(), cells.as<Sum>(), out, dh0.as<T>(),
+        dc0.as<Sum>(), handed.as<Sum>(), kept.as<Sum>(), activation == 1,
+        is_wide(out.data, out.stride[1], out.stride[2], hidden), static_cast<unsigned*>(arrived.data));
+  });
+}
