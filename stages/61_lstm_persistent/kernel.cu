@@ -37,17 +37,17 @@
 constexpr unsigned FULL = 0xffffffff;
 constexpr int WARP = 32, FOUR = 4;  // lanes; gates, outputs of a thread, batches that it multiplies at once
 
-// How a block is cut. MOST: the largest H.
-template <typename T_, int UNITS_, int WARPS_, int DEPTH_>
+// How a block is cut: how many hidden units it has, of how many outputs and how many numbers of each a thread is.
+template <typename T_, int UNITS_, int EACH_, int DEPTH_>
 struct Shape {
   using T = T_;
   using Sum = Accumulator<T>;
-  static constexpr int UNITS = UNITS_, WARPS = WARPS_, DEPTH = DEPTH_;
-  static constexpr int THREADS = WARPS * WARP, OUTPUTS = FOUR * UNITS;
-  static constexpr int PIECES = WARP / UNITS;    // lanes that have the same outputs
-  static constexpr int REACH = FOUR * PIECES;    // numbers that a warp multiplies by at once, neighbours
-  static constexpr int MOST = WARPS * PIECES * DEPTH;
-  static constexpr int ROWS = 64 / int(sizeof(Sum));  // batches whose h is in shared memory at a time
+  static constexpr int UNITS = UNITS_, EACH = EACH_, DEPTH = DEPTH_;
+  static constexpr int WARPS = 8, THREADS = WARPS * WARP, OUTPUTS = FOUR * UNITS;
+  static constexpr int PIECES = WARP * EACH / OUTPUTS;  // lanes that have the same outputs
+  static constexpr int REACH = FOUR * PIECES;           // numbers that a warp multiplies by at once, neighbours
+  static constexpr int MOST = WARPS * PIECES * DEPTH;   // the largest H
+  static constexpr int ROWS = 64 / int(sizeof(Sum));    // batches whose h is in shared memory at a time
 };
 
 // ---- activations ----------------------------------------------------------------------------------------------------
@@ -99,33 +99,36 @@ struct Product {
   using T = typename Shape::T;
   using Sum = typename Shape::Sum;
 
-  T* tiles;          // two of [ROWS][pitch], of x
-  Sum* parts;        // [WARPS][ROWS][OUTPUTS]
+  static constexpr int EACH = Shape::EACH;
+  static constexpr int LINE = Shape::OUTPUTS + 8;  // from row to row of sums, so that they are in other banks
+
+  T* tiles;           // two of [ROWS][pitch], of x
+  Sum* parts;         // [WARPS][ROWS][LINE]
   int length, pitch;  // H, and filled up to whole REACHes
-  Sum weights[FOUR][Shape::DEPTH];
+  Sum weights[EACH][Shape::DEPTH];
 
   __host__ __device__ static int pitch_of(int length) { return int(ceil_div(length, Shape::REACH)) * Shape::REACH; }
   static size_t bytes(int length) {
     return size_t(2) * Shape::ROWS * pitch_of(length) * sizeof(T) +
-           size_t(Shape::WARPS) * Shape::ROWS * Shape::OUTPUTS * sizeof(Sum);
+           size_t(Shape::WARPS) * Shape::ROWS * LINE * sizeof(Sum);
   }
 
-  // The four of outputs of a thread, and the number that its i-th one is multiplied by.
-  __device__ static int four() { return threadIdx.x % WARP / Shape::PIECES; }
+  // A thread's first output; which of the PIECES it is; where the numbers begin that its warp has as its i-th.
+  __device__ static int output0() { return threadIdx.x % WARP / Shape::PIECES * EACH; }
   __device__ static int piece() { return threadIdx.x % Shape::PIECES; }
   __device__ static int first_of(int i) { return (i * Shape::WARPS + int(threadIdx.x) / WARP) * Shape::REACH; }
 
-  // weight(output, k): of the thread's outputs 0 .. 3, k < length.
+  // weight(output, k), k < length.
   template <typename Weight>
   __device__ __forceinline__ Product(unsigned char* shared, int length, const Weight& weight)
       : length(length), pitch(pitch_of(length)) {
     parts = reinterpret_cast<Sum*>(shared);
-    tiles = reinterpret_cast<T*>(parts + Shape::WARPS * Shape::ROWS * Shape::OUTPUTS);
+    tiles = reinterpret_cast<T*>(parts + Shape::WARPS * Shape::ROWS * LINE);
     UNROLL
     for (int i = 0; i < Shape::DEPTH; ++i) {
       const int k = first_of(i / FOUR) + piece() * FOUR + i % FOUR;
       UNROLL
-      for (int o = 0; o < FOUR; ++o) weights[o][i] = k < length ? weight(o, k) : Sum(0);
+      for (int o = 0; o < EACH; ++o) weights[o][i] = k < length ? weight(output0() + o, k) : Sum(0);
     }
   }
 
@@ -153,42 +156,8 @@ struct Product {
 
   // What a warp's numbers give to its outputs of the rows of a tile.
   __device__ __forceinline__ void multiply(int chunk, int rows) const {
-    constexpr int EACH = FOUR * FOUR / Shape::PIECES;  // sums that a lane has in the end, neighbours in `parts`
-    Sum* const to = parts + threadIdx.x / WARP * Shape::ROWS * Shape::OUTPUTS;
-    const T* const x = tile(chunk) + piece() * FOUR;
-#pragma unroll 1
-    for (int row = 0; row < rows; row += FOUR) {
-      Sum sums[FOUR * FOUR] = {};  // [row][output]
-      UNROLL
-      for (int i = 0; i < Shape::DEPTH; i += FOUR) {
-        const int k = first_of(i / FOUR);
-        if (k >= pitch) continue;
-        UNROLL
-        for (int r = 0; r < FOUR; ++r) {
-          const auto numbers = load(x + (row + r) * pitch + k);
-          UNROLL
-          for (int o = 0; o < FOUR; ++o) {
-            UNROLL
-            for (int e = 0; e < FOUR; ++e) sums[r * FOUR + o] += weights[o][i + e] * numbers.value[e];
-          }
-        }
-      }
-      // Over the pieces: each time a lane keeps one half of its sums and gives the other one away.
-      UNROLL
-      for (int halved = 2; halved <= Shape::PIECES; halved *= 2) {
-        const int count = FOUR * FOUR / halved, offset = Shape::PIECES / halved;
-        const bool upper = threadIdx.x & offset;
-        UNROLL
-        for (int i = 0; i < count; ++i) {
-          const Sum sent = upper ? sums[i] : sums[i + count], stays = upper ? sums[i + count] : sums[i];
-          sums[i] = stays + __shfl_xor_sync(FULL, sent, offset);
-        }
-      }
-      const int at = piece() * EACH;
-      Sum* const place = to + (row + at / FOUR) * Shape::OUTPUTS + four() * FOUR + at % FOUR;
-      UNROLL
-      for (int i = 0; i < EACH; ++i) place[i] = sums[i];
-    }
+    if (pitch == Shape::MOST) multiply<true>(chunk, rows);
+    else multiply<false>(chunk, rows);
   }
 
   // The sums over all warps, of an output and a row of the tile, or of FOUR outputs.
@@ -196,13 +165,53 @@ struct Product {
   __device__ __forceinline__ void add(Sum (&sums)[COUNT], int row, int output) const {
 #pragma unroll 4
     for (int w = 0; w < Shape::WARPS; ++w) {
-      const Sum* const from = parts + (w * Shape::ROWS + row) * Shape::OUTPUTS + output;
+      const Sum* const from = parts + (w * Shape::ROWS + row) * LINE + output;
       UNROLL
       for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
     }
   }
 
  private:
+  template <bool ALL>
+  __device__ __forceinline__ void multiply(int chunk, int rows) const {
+    constexpr int SUMS = FOUR * EACH, LEFT = SUMS / Shape::PIECES;  // of a thread, [row][output]; of a lane in the end
+    Sum* const to = parts + threadIdx.x / WARP * Shape::ROWS * LINE;
+    const T* const x = tile(chunk) + piece() * FOUR;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += FOUR) {
+      Sum sums[SUMS] = {};
+      UNROLL
+      for (int i = 0; i < Shape::DEPTH; i += FOUR) {
+        const int k = first_of(i / FOUR);
+        if (!ALL && k >= pitch) continue;
+        UNROLL
+        for (int r = 0; r < FOUR; ++r) {
+          const auto numbers = load(x + (row + r) * pitch + k);
+          UNROLL
+          for (int o = 0; o < EACH; ++o) {
+            UNROLL
+            for (int e = 0; e < FOUR; ++e) sums[r * EACH + o] += weights[o][i + e] * numbers.value[e];
+          }
+        }
+      }
+      // Over the pieces: each time a lane keeps one half of its sums and gives the other one away.
+      UNROLL
+      for (int halved = 2; halved <= Shape::PIECES; halved *= 2) {
+        const int count = SUMS / halved, offset = Shape::PIECES / halved;
+        const bool upper = threadIdx.x & offset;
+        UNROLL
+        for (int i = 0; i < count; ++i) {
+          const Sum sent = upper ? sums[i] : sums[i + count], stays = upper ? sums[i + count] : sums[i];
+          sums[i] = stays + __shfl_xor_sync(FULL, sent, offset);
+        }
+      }
+      const int at = piece() * LEFT;
+      Sum* const place = to + (row + at / EACH) * LINE + output0() + at % EACH;
+      UNROLL
+      for (int i = 0; i < LEFT; ++i) place[i] = sums[i];
+    }
+  }
+
   struct Numbers {
     Sum value[FOUR];
   };
@@ -237,8 +246,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   DYNAMIC_SHARED(unsigned char, shared);
   const int64_t seq = h.size[0], batches = h.size[1];
   const int hidden = int(h.size[2]), unit0 = blockIdx.x * UNITS;
-  const Product<Shape> product(shared, hidden, [&](int gate, int k) {
-    const int unit = unit0 + Product<Shape>::four();
+  const Product<Shape> product(shared, hidden, [&](int output, int k) {
+    const int unit = unit0 + output / FOUR, gate = output % FOUR;
     return unit < hidden ? Sum(R(int64_t(gate) * hidden + unit, k)) : Sum(0);
   });
   // What a thread does with the sums: of one unit and, in each chunk of ROWS batches, one batch.
@@ -296,7 +305,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 // grid (blocks, all of them at once), block (THREADS)
 template <typename Shape, typename T = typename Shape::T, typename Sum = typename Shape::Sum>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
-    backward(View<const T, 3> dh,        // [seq, batches, H]
+    backward(View<const T, 3> dh,         // [seq, batches, H]
              View<const Sum, 2> dc_last,  // [batches, H]
              View<const T, 2> R,          // [4 H, H]
              View<const Sum, 2> c0,       // [batches, H]
@@ -314,7 +323,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   const int64_t seq = dz.size[0], batches = dz.size[1];
   const int hidden = int(R.size[1]), first = blockIdx.x / FOUR * FOUR, own = blockIdx.x % FOUR;
   const Product<Shape> product(shared, hidden, [&](int output, int k) {
-    const int unit = first * UNITS + Product<Shape>::four() * FOUR + output;
+    const int unit = first * UNITS + output;
     return unit < hidden ? Sum(R(int64_t(own) * hidden + k, unit)) : Sum(0);
   });
   const auto each_of_mine = [&](auto&& body) {
@@ -383,11 +392,12 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 template <typename Body>
 void with_shape(DType dtype, int units, int64_t hidden, Body&& body) {
   dispatch_floating(dtype, [&]<typename T>() {
-    constexpr int DEPTH = sizeof(T) == 8 ? 8 : 16;
-    using Few = Shape<T, 4, 8, 8>;
-    using Many = Shape<T, 8, 16, DEPTH>;
+    using Few = Shape<T, 4, 4, 8>;
     if (units == Few::UNITS && hidden <= Few::MOST) return body.template operator()<Few>();
-    if (units == Many::UNITS && hidden <= Many::MOST) return body.template operator()<Many>();
+    if constexpr (sizeof(T) < 8) {
+      using Many = Shape<T, 8, 8, 16>;
+      if (units == Many::UNITS && hidden <= Many::MOST) return body.template operator()<Many>();
+    }
     throw std::invalid_argument("a block cannot have " + std::to_string(units) + " units of " + std::to_string(hidden));
   });
 }
@@ -398,9 +408,8 @@ bool is_wide(const T* data, int64_t of_batch, int64_t of_k, int64_t hidden) {
          hidden * int64_t(sizeof(T)) % 16 == 0;
 }
 
-void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h,
-                  Output<2> c_last, Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units,
-                  Stream stream) {
+void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h, Output<2> c_last,
+                  Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units, Stream stream) {
   const int64_t hidden = h.size[2];
   with_shape(h.dtype, units, hidden, [&]<typename Shape>() {
     using T = typename Shape::T;
