@@ -25,6 +25,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "common/async_copy.h"
 #include "common/device.h"
@@ -103,14 +104,14 @@ struct Product {
   static constexpr int LINE = Shape::OUTPUTS + 8;  // from row to row of sums, so that they are in other banks
 
   T* tiles;           // two of [ROWS][pitch], of x
-  Sum* parts;         // [WARPS][ROWS][LINE]
+  Sum* parts;         // two of [WARPS][ROWS][LINE]
   int length, pitch;  // H, and filled up to whole REACHes
   Sum weights[EACH][Shape::DEPTH];
 
   __host__ __device__ static int pitch_of(int length) { return int(ceil_div(length, Shape::REACH)) * Shape::REACH; }
   static size_t bytes(int length) {
     return size_t(2) * Shape::ROWS * pitch_of(length) * sizeof(T) +
-           size_t(Shape::WARPS) * Shape::ROWS * LINE * sizeof(Sum);
+           size_t(2) * Shape::WARPS * Shape::ROWS * LINE * sizeof(Sum);
   }
 
   // A thread's first output; which of the PIECES it is; where the numbers begin that its warp has as its i-th.
@@ -123,7 +124,7 @@ struct Product {
   __device__ __forceinline__ Product(unsigned char* shared, int length, const Weight& weight)
       : length(length), pitch(pitch_of(length)) {
     parts = reinterpret_cast<Sum*>(shared);
-    tiles = reinterpret_cast<T*>(parts + Shape::WARPS * Shape::ROWS * LINE);
+    tiles = reinterpret_cast<T*>(parts + 2 * Shape::WARPS * Shape::ROWS * LINE);
     UNROLL
     for (int i = 0; i < Shape::DEPTH; ++i) {
       const int k = first_of(i / FOUR) + piece() * FOUR + i % FOUR;
@@ -132,26 +133,31 @@ struct Product {
     }
   }
 
+  // Of a chunk of ROWS batches, by turns.
   __device__ __forceinline__ T* tile(int chunk) const { return tiles + chunk % 2 * Shape::ROWS * pitch; }
+  __device__ __forceinline__ Sum* sums_of(int chunk, int warp) const {
+    return parts + (chunk % 2 * Shape::WARPS + warp) * Shape::ROWS * LINE;
+  }
 
   // Starts to bring rows of x, from `batch` on, to a tile; zeros stand where there are no more batches or numbers.
   __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batch, int64_t batches) const {
-    T* const to = tile(chunk);
     const int there = int(min(batches - batch, int64_t(Shape::ROWS))), rows = int(ceil_div(there, FOUR)) * FOUR;
-    const T* const from = x.data + batch * x.of_batch;
-    if (x.wide) {
-      constexpr int GROUP = 16 / int(sizeof(T));
-      const int groups = pitch / GROUP;
-      for (int i = threadIdx.x; i < rows * groups; i += Shape::THREADS) {
-        const int row = i / groups, k = i % groups * GROUP;
-        async_copy<16>(to + row * pitch + k, from + row * x.of_batch + k, row < there && k < length);
-      }
-    } else {
-      for (int i = threadIdx.x; i < rows * pitch; i += Shape::THREADS) {
-        const int row = i / pitch, k = i % pitch;
-        to[i] = row < there && k < length ? from[row * x.of_batch + k * x.of_k] : T(0);
+    for (int row = threadIdx.x / WARP; row < rows; row += Shape::WARPS) {
+      T* const to = tile(chunk) + row * pitch;
+      const T* const from = x.data + (batch + row) * x.of_batch;
+      if (x.wide) {
+        constexpr int GROUP = 16 / int(sizeof(T));
+#pragma unroll 4
+        for (int k = threadIdx.x % WARP * GROUP; k < pitch; k += WARP * GROUP) {
+          async_copy<16>(to + k, from + k, row < there && k < length);
+        }
+      } else {
+        for (int k = threadIdx.x % WARP; k < pitch; k += WARP) {
+          to[k] = row < there && k < length ? from[k * x.of_k] : T(0);
+        }
       }
     }
+    async_commit();
   }
 
   // What a warp's numbers give to its outputs of the rows of a tile.
@@ -160,12 +166,29 @@ struct Product {
     else multiply<false>(chunk, rows);
   }
 
+  // All of x: finish(chunk) when the sums of a chunk's batches are there, while the next ones are multiplied.
+  template <typename Finish>
+  __device__ __forceinline__ void walk(const Factor<T>& x, int64_t batches, const Finish& finish) const {
+    const int chunks = int(ceil_div(batches, Shape::ROWS));
+    fetch(x, 0, 0, batches);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t batch = int64_t(chunk) * Shape::ROWS;
+      async_wait<0>();
+      __syncthreads();  // the tile is there, and the sums of the chunk before; what is next in their places is not needed
+      if (chunk + 1 < chunks) fetch(x, chunk + 1, batch + Shape::ROWS, batches);
+      if (chunk > 0) finish(chunk - 1);
+      multiply(chunk, int(min(batches - batch, int64_t(Shape::ROWS))));
+    }
+    __syncthreads();  // the sums of the last chunk are there
+    finish(chunks - 1);
+  }
+
   // The sums over all warps, of an output and a row of the tile, or of FOUR outputs.
   template <int COUNT>
-  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int row, int output) const {
+  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int chunk, int row, int output) const {
 #pragma unroll 4
     for (int w = 0; w < Shape::WARPS; ++w) {
-      const Sum* const from = parts + (w * Shape::ROWS + row) * LINE + output;
+      const Sum* const from = sums_of(chunk, w) + row * LINE + output;
       UNROLL
       for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
     }
@@ -175,7 +198,7 @@ struct Product {
   template <bool ALL>
   __device__ __forceinline__ void multiply(int chunk, int rows) const {
     constexpr int SUMS = FOUR * EACH, LEFT = SUMS / Shape::PIECES;  // of a thread, [row][output]; of a lane in the end
-    Sum* const to = parts + threadIdx.x / WARP * Shape::ROWS * LINE;
+    Sum* const to = sums_of(chunk, threadIdx.x / WARP);
     const T* const x = tile(chunk) + piece() * FOUR;
 #pragma unroll 1
     for (int row = 0; row < rows; row += FOUR) {
@@ -252,51 +275,53 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   });
   // What a thread does with the sums: of one unit and, in each chunk of ROWS batches, one batch.
   const int unit = unit0 + threadIdx.x % UNITS;
-  const auto batch_of = [&](int64_t batch0) { return batch0 + threadIdx.x / UNITS; };
+  const auto batch_of = [&](int chunk) { return int64_t(chunk) * ROWS + threadIdx.x / UNITS; };
   const auto is_mine = [&](int64_t batch) { return threadIdx.x < ROWS * UNITS && unit < hidden && batch < batches; };
-
-  for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
-    const int64_t batch = batch_of(batch0);
+  for (int chunk = 0; int64_t(chunk) * ROWS < batches; ++chunk) {
+    const int64_t batch = batch_of(chunk);
     if (is_mine(batch)) c_last(batch, unit) = c0(batch, unit);
   }
+
+  struct Given {  // what a new h is made of without the one before
+    Sum products[FOUR], c, part, old;
+  };
+  const auto ask = [&](int64_t t, int chunk) {
+    const int64_t batch = batch_of(chunk);
+    Given given{{}, 0, 1, 0};
+    if (!is_mine(batch)) return given;
+    UNROLL
+    for (int g = 0; g < FOUR; ++g) given.products[g] = Sum(products(t, batch, int64_t(g) * hidden + unit));
+    given.c = c_last(batch, unit);
+    if (mask.size[0]) {
+      given.part = mask(t, batch, unit), given.old = Sum(t == 0 ? h0(batch, unit) : h(t - 1, batch, unit));
+    }
+    return given;
+  };
+
   for (int64_t t = 0; t < seq; ++t) {
+    Given given = ask(t, 0);
+    if (t > 0) meet(arrived, 0, gridDim.x, unsigned(t));
     const Factor<T> before = t == 0 ? Factor<T>{h0.data, h0.stride[0], h0.stride[1], wide_start}
                                     : Factor<T>{&h(t - 1, 0, 0), h.stride[1], h.stride[2], wide};
-    for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
-      const int chunk = int(batch0 / ROWS % 2);
-      const int64_t batch = batch_of(batch0);
-      const bool mine = is_mine(batch);
-      Sum sums[FOUR] = {}, c = 0, old = 0, part = 1;
-      if (mine) {  // what there is without h
-        UNROLL
-        for (int g = 0; g < FOUR; ++g) sums[g] = Sum(products(t, batch, int64_t(g) * hidden + unit));
-        c = c_last(batch, unit);
-        if (mask.size[0]) {
-          part = mask(t, batch, unit), old = Sum(t == 0 ? h0(batch, unit) : h(t - 1, batch, unit));
-        }
-      }
-      if (batch0 == 0) {
-        if (t > 0) meet(arrived, 0, gridDim.x, unsigned(t));
-        product.fetch(before, chunk, batch0, batches), async_commit();
-      }
-      if (batch0 + ROWS < batches) product.fetch(before, 1 - chunk, batch0 + ROWS, batches);
-      async_commit(), async_wait<1>();
-      __syncthreads();  // the tile is there, and the sums of the one before are not needed any more
-      product.multiply(chunk, int(min(batches - batch0, int64_t(ROWS))));
-      __syncthreads();  // the sums are there
-      if (!mine) continue;
-      product.add(sums, threadIdx.x / UNITS, threadIdx.x % UNITS * FOUR);
+    product.walk(before, batches, [&](int chunk) {
+      const int64_t batch = batch_of(chunk);
+      const Given now = given;
+      given = ask(t, chunk + 1);
+      if (!is_mine(batch)) return;
+      Sum sums[FOUR];
+      UNROLL
+      for (int g = 0; g < FOUR; ++g) sums[g] = now.products[g];
+      product.add(sums, chunk, threadIdx.x / UNITS, threadIdx.x % UNITS * FOUR);
       const Sum i = gate(sums[0], hard), f = gate(sums[1], hard), g = squashed(sums[2], hard), o = gate(sums[3], hard);
-      c = f * c + i * g;
-      const Sum made = o * squashed(c, hard);
-      h(t, batch, unit) = T(mask.size[0] ? old + part * (made - old) : made);
+      const Sum c = f * now.c + i * g, made = o * squashed(c, hard);
+      h(t, batch, unit) = T(mask.size[0] ? now.old + now.part * (made - now.old) : made);
       c_last(batch, unit) = c;
       if (cells.size[0]) {
         cells(t, batch, unit) = c;
         UNROLL
         for (int k = 0; k < FOUR; ++k) z(t, batch, int64_t(k) * hidden + unit) = T(sums[k]);
       }
-    }
+    });
   }
 }
 
@@ -326,64 +351,76 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     const int unit = first * UNITS + output;
     return unit < hidden ? Sum(R(int64_t(own) * hidden + k, unit)) : Sum(0);
   });
-  const auto each_of_mine = [&](auto&& body) {
-    for (int64_t i = threadIdx.x; i < batches * UNITS; i += Shape::THREADS) {
-      const int64_t unit = int64_t(blockIdx.x) * UNITS + i % UNITS;
-      if (unit < hidden) body(i / UNITS, unit);
-    }
+  // What a thread does with the sums of all: some batches and units of the block.
+  struct Given {  // what the gradients of a step are made of besides that of h
+    bool mine;
+    int64_t batch, unit;
+    Sum dh, part, z[FOUR], c, c_before;
   };
-  each_of_mine([&](int64_t batch, int64_t unit) {
-    dc0(batch, unit) = dc_last(batch, unit);
-    if (seq == 0) dh0(batch, unit) = T(0);
-  });
+  const auto place = [&](int64_t i) {
+    const int64_t unit = int64_t(blockIdx.x) * UNITS + i % UNITS;
+    return Given{i < batches * UNITS && unit < hidden, i / UNITS, unit, 0, 1, {}, 0, 0};
+  };
+  const auto ask = [&](int64_t t, int64_t i) {
+    Given given = place(i);
+    const auto [mine, batch, unit] = std::tuple(given.mine, given.batch, given.unit);
+    if (!mine || t < 0) return given;
+    UNROLL
+    for (int g = 0; g < FOUR; ++g) given.z[g] = Sum(z(t, batch, int64_t(g) * hidden + unit));
+    given.dh = Sum(dh(t, batch, unit)), given.c = cells(t, batch, unit);
+    given.c_before = t > 0 ? cells(t - 1, batch, unit) : c0(batch, unit);
+    if (mask.size[0]) given.part = mask(t, batch, unit);
+    return given;
+  };
+  const auto give = [&](int64_t t, const Given& given) {
+    const int64_t batch = given.batch, unit = given.unit;
+    if (!given.mine) return;
+    Sum d = 0;
+    if (t < seq - 1) {
+      UNROLL
+      for (int g = 0; g < FOUR; ++g) d += handed(first + g, batch, own * UNITS + unit % UNITS);
+      if (mask.size[0]) d += kept(batch, unit);
+    }
+    if (t < 0) {
+      dh0(batch, unit) = T(d);
+      return;
+    }
+    d += given.dh;
+    if (mask.size[0]) kept(batch, unit) = (1 - given.part) * d, d *= given.part;
+    const Sum i = gate(given.z[0], hard), f = gate(given.z[1], hard);
+    const Sum g = squashed(given.z[2], hard), o = gate(given.z[3], hard), seen = squashed(given.c, hard);
+    const Sum dc = dc0(batch, unit) + d * o * squashed_slope(seen, hard);
+    dz(t, batch, unit) = T(dc * g * gate_slope(i, hard));
+    dz(t, batch, unit + hidden) = T(dc * given.c_before * gate_slope(f, hard));
+    dz(t, batch, unit + int64_t(2) * hidden) = T(dc * i * squashed_slope(g, hard));
+    dz(t, batch, unit + int64_t(3) * hidden) = T(d * seen * gate_slope(o, hard));
+    dc0(batch, unit) = dc * f;
+  };
+
+  for (int64_t i = threadIdx.x; i < batches * UNITS; i += Shape::THREADS) {
+    const Given here = place(i);
+    if (here.mine) dc0(here.batch, here.unit) = dc_last(here.batch, here.unit);
+    if (here.mine && seq == 0) dh0(here.batch, here.unit) = T(0);
+  }
   for (int64_t t = seq - 1; t >= -1 && seq > 0; --t) {
-    const bool later = t < seq - 1;  // there is a step after t
-    if (later) {
-      const unsigned number = unsigned(seq - 1 - t);
+    const unsigned number = unsigned(seq - 1 - t);  // how many steps there are after t
+    if (number > 0) {
       meet(arrived, 0, gridDim.x, number);
       const Factor<T> after{&dz(t + 1, 0, int64_t(own) * hidden), dz.stride[1], dz.stride[2], wide};
-      product.fetch(after, 0, 0, batches), async_commit();
-      for (int64_t batch0 = 0; batch0 < batches; batch0 += ROWS) {
-        const int chunk = int(batch0 / ROWS % 2), rows = int(min(batches - batch0, int64_t(ROWS)));
-        if (batch0 + ROWS < batches) product.fetch(after, 1 - chunk, batch0 + ROWS, batches);
-        async_commit(), async_wait<1>();
-        __syncthreads();  // the tile is there, and the sums of the one before are not needed any more
-        product.multiply(chunk, rows);
-        __syncthreads();  // the sums are there
+      product.walk(after, batches, [&](int chunk) {
+        const int64_t batch0 = int64_t(chunk) * ROWS;
+        const int rows = int(min(batches - batch0, int64_t(ROWS)));
         for (int i = threadIdx.x; i < rows * OUTPUTS; i += Shape::THREADS) {
           Sum sum[1] = {};
-          product.add(sum, i / OUTPUTS, i % OUTPUTS);
+          product.add(sum, chunk, i / OUTPUTS, i % OUTPUTS);
           handed(blockIdx.x, batch0 + i / OUTPUTS, i % OUTPUTS) = sum[0];
         }
-      }
-      meet(arrived + gridDim.x, first, FOUR, number);
+      });
     }
-    each_of_mine([&](int64_t batch, int64_t unit) {
-      Sum d = 0;
-      if (later) {
-        UNROLL
-        for (int g = 0; g < FOUR; ++g) d += handed(first + g, batch, own * UNITS + unit % UNITS);
-        if (mask.size[0]) d += kept(batch, unit);
-      }
-      if (t < 0) {
-        dh0(batch, unit) = T(d);
-        return;
-      }
-      d += Sum(dh(t, batch, unit));
-      if (mask.size[0]) {
-        const Sum part = mask(t, batch, unit);
-        kept(batch, unit) = (1 - part) * d, d *= part;
-      }
-      const auto of = [&](int g) { return Sum(z(t, batch, int64_t(g) * hidden + unit)); };
-      const Sum i = gate(of(0), hard), f = gate(of(1), hard), g = squashed(of(2), hard), o = gate(of(3), hard);
-      const Sum seen = squashed(cells(t, batch, unit), hard);
-      const Sum c_before = t > 0 ? cells(t - 1, batch, unit) : c0(batch, unit);
-      const Sum dc = dc0(batch, unit) + d * o * squashed_slope(seen, hard);
-      const auto give = [&](int gate, Sum value) { dz(t, batch, int64_t(gate) * hidden + unit) = T(value); };
-      give(0, dc * g * gate_slope(i, hard)), give(1, dc * c_before * gate_slope(f, hard));
-      give(2, dc * i * squashed_slope(g, hard)), give(3, d * seen * gate_slope(o, hard));
-      dc0(batch, unit) = dc * f;
-    });
+    const Given one = ask(t, threadIdx.x), two = ask(t, threadIdx.x + Shape::THREADS);  // while the others come
+    if (number > 0) meet(arrived + gridDim.x, first, FOUR, number);
+    give(t, one), give(t, two);
+    for (int64_t i = threadIdx.x + 2 * Shape::THREADS; i < batches * UNITS; i += Shape::THREADS) give(t, ask(t, i));
   }
 }
 
