@@ -23,13 +23,16 @@
 // Run       python -m stages run 61
 
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "common/async_copy.h"
 #include "common/device.h"
 #include "common/launch.h"
+#include "common/mma.h"
 #include "common/numeric.h"
 #include "common/ordering.h"
 #include "common/vector.h"
@@ -38,17 +41,18 @@
 constexpr unsigned FULL = 0xffffffff;
 constexpr int WARP = 32, FOUR = 4;  // lanes; gates, outputs of a thread, batches that it multiplies at once
 
-// How a block is cut: how many hidden units it has, of how many outputs and how many numbers of each a thread is.
+constexpr int WARPS = 8, THREADS = WARPS * WARP;  // of a block
+
+// How a block is cut: how many hidden units it has; of how many outputs a thread has how many numbers (float, double).
 template <typename T_, int UNITS_, int EACH_, int DEPTH_>
 struct Shape {
   using T = T_;
   using Sum = Accumulator<T>;
-  static constexpr int UNITS = UNITS_, EACH = EACH_, DEPTH = DEPTH_;
-  static constexpr int WARPS = 8, THREADS = WARPS * WARP, OUTPUTS = FOUR * UNITS;
+  static constexpr int UNITS = UNITS_, OUTPUTS = FOUR * UNITS, EACH = EACH_, DEPTH = DEPTH_;
   static constexpr int PIECES = WARP * EACH / OUTPUTS;  // lanes that have the same outputs
-  static constexpr int REACH = FOUR * PIECES;           // numbers that a warp multiplies by at once, neighbours
   static constexpr int MOST = WARPS * PIECES * DEPTH;   // the largest H
   static constexpr int ROWS = 64 / int(sizeof(Sum));    // batches whose h is in shared memory at a time
+  static constexpr int LINE = OUTPUTS + 8;              // from row to row of sums, so that they are in other banks
 };
 
 // ---- activations ----------------------------------------------------------------------------------------------------
@@ -74,6 +78,18 @@ __device__ __forceinline__ Sum squashed_slope(Sum y, bool hard) {
   return hard ? (y > -1 && y < 1 ? Sum(1) : Sum(0)) : 1 - y * y;
 }
 
+// FOUR neighbours in shared memory.
+template <typename Sum>
+__device__ __forceinline__ void load_four(Sum (&numbers)[FOUR], const Sum* from) {
+  constexpr int WIDE = 16 / int(sizeof(Sum));
+  UNROLL
+  for (int k = 0; k < FOUR; k += WIDE) {
+    const auto group = load_vector<WIDE>(from + k);
+    UNROLL
+    for (int i = 0; i < WIDE; ++i) numbers[k + i] = group[i];
+  }
+}
+
 // ---- meetings -------------------------------------------------------------------------------------------------------
 // Goes on when the blocks first .. first + count - 1 have come here for the `number`-th time, 1, 2, ... What they have
 // written before is there then.
@@ -95,125 +111,55 @@ struct Factor {
   bool wide;  // rows are groups of 16 bytes
 };
 
+// The numbers that a block multiplies by, weight(output, k), in its threads' registers. A warp has all outputs and every
+// WARPS-th piece of REACH neighbouring k; AT_ONCE: rows of x that it multiplies at once, PAD: numbers between rows.
 template <typename Shape>
-struct Product {
-  using T = typename Shape::T;
+struct Weights {
   using Sum = typename Shape::Sum;
+  static constexpr int EACH = Shape::EACH, REACH = FOUR * Shape::PIECES, AT_ONCE = FOUR, PAD = 0;
 
-  static constexpr int EACH = Shape::EACH;
-  static constexpr int LINE = Shape::OUTPUTS + 8;  // from row to row of sums, so that they are in other banks
-
-  T* tiles;           // two of [ROWS][pitch], of x
-  Sum* parts;         // two of [WARPS][ROWS][LINE]
-  int length, pitch;  // H, and filled up to whole REACHes
   Sum weights[EACH][Shape::DEPTH];
-
-  __host__ __device__ static int pitch_of(int length) { return int(ceil_div(length, Shape::REACH)) * Shape::REACH; }
-  static size_t bytes(int length) {
-    return size_t(2) * Shape::ROWS * pitch_of(length) * sizeof(T) +
-           size_t(2) * Shape::WARPS * Shape::ROWS * LINE * sizeof(Sum);
-  }
 
   // A thread's first output; which of the PIECES it is; where the numbers begin that its warp has as its i-th.
   __device__ static int output0() { return threadIdx.x % WARP / Shape::PIECES * EACH; }
   __device__ static int piece() { return threadIdx.x % Shape::PIECES; }
-  __device__ static int first_of(int i) { return (i * Shape::WARPS + int(threadIdx.x) / WARP) * Shape::REACH; }
+  __device__ static int first_of(int i) { return (i * WARPS + int(threadIdx.x) / WARP) * REACH; }
 
-  // weight(output, k), k < length.
   template <typename Weight>
-  __device__ __forceinline__ Product(unsigned char* shared, int length, const Weight& weight)
-      : length(length), pitch(pitch_of(length)) {
-    parts = reinterpret_cast<Sum*>(shared);
-    tiles = reinterpret_cast<T*>(parts + 2 * Shape::WARPS * Shape::ROWS * LINE);
+  __device__ __forceinline__ Weights(int length, const Weight& weight) {
     UNROLL
     for (int i = 0; i < Shape::DEPTH; ++i) {
       const int k = first_of(i / FOUR) + piece() * FOUR + i % FOUR;
       UNROLL
-      for (int o = 0; o < EACH; ++o) weights[o][i] = k < length ? weight(output0() + o, k) : Sum(0);
+      for (int o = 0; o < EACH; ++o) weights[o][i] = k < length ? Sum(weight(output0() + o, k)) : Sum(0);
     }
   }
 
-  // Of a chunk of ROWS batches, by turns.
-  __device__ __forceinline__ T* tile(int chunk) const { return tiles + chunk % 2 * Shape::ROWS * pitch; }
-  __device__ __forceinline__ Sum* sums_of(int chunk, int warp) const {
-    return parts + (chunk % 2 * Shape::WARPS + warp) * Shape::ROWS * LINE;
-  }
-
-  // Starts to bring rows of x, from `batch` on, to a tile; zeros stand where there are no more batches or numbers.
-  __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batch, int64_t batches) const {
-    const int there = int(min(batches - batch, int64_t(Shape::ROWS))), rows = int(ceil_div(there, FOUR)) * FOUR;
-    for (int row = threadIdx.x / WARP; row < rows; row += Shape::WARPS) {
-      T* const to = tile(chunk) + row * pitch;
-      const T* const from = x.data + (batch + row) * x.of_batch;
-      if (x.wide) {
-        constexpr int GROUP = 16 / int(sizeof(T));
-#pragma unroll 4
-        for (int k = threadIdx.x % WARP * GROUP; k < pitch; k += WARP * GROUP) {
-          async_copy<16>(to + k, from + k, row < there && k < length);
-        }
-      } else {
-        for (int k = threadIdx.x % WARP; k < pitch; k += WARP) {
-          to[k] = row < there && k < length ? from[k * x.of_k] : T(0);
-        }
-      }
-    }
-    async_commit();
-  }
-
-  // What a warp's numbers give to its outputs of the rows of a tile.
-  __device__ __forceinline__ void multiply(int chunk, int rows) const {
-    if (pitch == Shape::MOST) multiply<true>(chunk, rows);
-    else multiply<false>(chunk, rows);
-  }
-
-  // All of x: finish(chunk) when the sums of a chunk's batches are there, while the next ones are multiplied.
-  template <typename Finish>
-  __device__ __forceinline__ void walk(const Factor<T>& x, int64_t batches, const Finish& finish) const {
-    const int chunks = int(ceil_div(batches, Shape::ROWS));
-    fetch(x, 0, 0, batches);
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t batch = int64_t(chunk) * Shape::ROWS;
-      async_wait<0>();
-      __syncthreads();  // the tile is there, and the sums of the chunk before; what is next in their places is not needed
-      if (chunk + 1 < chunks) fetch(x, chunk + 1, batch + Shape::ROWS, batches);
-      if (chunk > 0) finish(chunk - 1);
-      multiply(chunk, int(min(batches - batch, int64_t(Shape::ROWS))));
-    }
-    __syncthreads();  // the sums of the last chunk are there
-    finish(chunks - 1);
-  }
-
-  // The sums over all warps, of an output and a row of the tile, or of FOUR outputs.
-  template <int COUNT>
-  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int chunk, int row, int output) const {
-#pragma unroll 4
-    for (int w = 0; w < Shape::WARPS; ++w) {
-      const Sum* const from = sums_of(chunk, w) + row * LINE + output;
-      UNROLL
-      for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
-    }
+  // to[row][output] = what the warp's numbers give, of `rows` rows of x.
+  __device__ __forceinline__ void multiply(const Sum* x, int pitch, int length, int rows, Sum* to) const {
+    if (length == Shape::MOST) multiply<true>(x, pitch, length, rows, to);
+    else multiply<false>(x, pitch, length, rows, to);
   }
 
  private:
   template <bool ALL>
-  __device__ __forceinline__ void multiply(int chunk, int rows) const {
+  __device__ __forceinline__ void multiply(const Sum* x, int pitch, int length, int rows, Sum* to) const {
     constexpr int SUMS = FOUR * EACH, LEFT = SUMS / Shape::PIECES;  // of a thread, [row][output]; of a lane in the end
-    Sum* const to = sums_of(chunk, threadIdx.x / WARP);
-    const T* const x = tile(chunk) + piece() * FOUR;
 #pragma unroll 1
     for (int row = 0; row < rows; row += FOUR) {
       Sum sums[SUMS] = {};
       UNROLL
       for (int i = 0; i < Shape::DEPTH; i += FOUR) {
         const int k = first_of(i / FOUR);
-        if (!ALL && k >= pitch) continue;
+        if (!ALL && k >= length) continue;
         UNROLL
         for (int r = 0; r < FOUR; ++r) {
-          const auto numbers = load(x + (row + r) * pitch + k);
+          Sum numbers[FOUR];
+          load_four(numbers, x + (row + r) * pitch + k + piece() * FOUR);
           UNROLL
           for (int o = 0; o < EACH; ++o) {
             UNROLL
-            for (int e = 0; e < FOUR; ++e) sums[r * EACH + o] += weights[o][i + e] * numbers.value[e];
+            for (int e = 0; e < FOUR; ++e) sums[r * EACH + o] += weights[o][i + e] * numbers[e];
           }
         }
       }
@@ -229,32 +175,149 @@ struct Product {
         }
       }
       const int at = piece() * LEFT;
-      Sum* const place = to + (row + at / EACH) * LINE + output0() + at % EACH;
+      Sum* const place = to + (row + at / EACH) * Shape::LINE + output0() + at % EACH;
       UNROLL
       for (int i = 0; i < LEFT; ++i) place[i] = sums[i];
     }
   }
+};
 
-  struct Numbers {
-    Sum value[FOUR];
-  };
-  __device__ __forceinline__ static Numbers load(const T* from) {
-    constexpr int WIDE = sizeof(T) == 8 ? 2 : FOUR;
-    Numbers numbers;
+// The same for half and bfloat16, as fragments of tensor cores.
+template <typename Shape>
+struct TensorWeights {
+  using T = typename Shape::T;
+  static constexpr int REACH = 16, AT_ONCE = 16, PAD = 8;
+  static constexpr int STEPS = Shape::MOST / (REACH * WARPS), TILES = Shape::OUTPUTS / 8;
+
+  uint32_t weights[STEPS][TILES][2];
+
+  __device__ static int first_of(int i) { return (i * WARPS + int(threadIdx.x) / WARP) * REACH; }
+
+  template <typename Weight>
+  __device__ __forceinline__ TensorWeights(int length, const Weight& weight) {
+    const int lane = threadIdx.x % WARP;
     UNROLL
-    for (int k = 0; k < FOUR; k += WIDE) {
-      const auto group = load_vector<WIDE>(from + k);
+    for (int i = 0; i < STEPS * TILES * 2; ++i) {
+      const int tile = i / 2 % TILES, k = first_of(i / 2 / TILES) + i % 2 * 8 + lane % 4 * 2;
+      T pair[2];
       UNROLL
-      for (int i = 0; i < WIDE; ++i) numbers.value[k + i] = Sum(group[i]);
+      for (int e = 0; e < 2; ++e) pair[e] = k + e < length ? weight(tile * 8 + lane / 4, k + e) : T(0);
+      std::memcpy(&weights[i / 2 / TILES][tile][i % 2], pair, sizeof(pair));
     }
-    return numbers;
+  }
+
+  __device__ __forceinline__ void multiply(const T* x, int pitch, int length, int rows, float* to) const {
+    const int lane = threadIdx.x % WARP;
+    float sums[TILES][FOUR] = {};
+    UNROLL
+    for (int i = 0; i < STEPS; ++i) {
+      if (first_of(i) >= length) continue;
+      uint32_t numbers[4];
+      load_matrices(numbers, x + lane % 16 * pitch + first_of(i) + lane / 16 * 8);
+      UNROLL
+      for (int tile = 0; tile < TILES; ++tile) mma<T>(sums[tile], numbers, weights[i][tile]);
+    }
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) {
+      UNROLL
+      for (int i = 0; i < FOUR; i += 2) {
+        const int row = lane / 4 + i * 4;
+        store_vector(to + row * Shape::LINE + tile * 8 + lane % 4 * 2,
+                     Vector<float, 2>{{sums[tile][i], sums[tile][i + 1]}});
+      }
+    }
+  }
+};
+
+template <typename Shape>
+struct Product {
+  using T = typename Shape::T;
+  using Sum = typename Shape::Sum;
+  using Factors = std::conditional_t<sizeof(T) == 2, TensorWeights<Shape>, Weights<Shape>>;
+  static constexpr int ROWS = Shape::ROWS, SUMS = WARPS * ROWS * Shape::LINE;
+
+  Sum* parts;  // two of [WARPS][ROWS][LINE]
+  T* tiles;    // two of [ROWS][pitch], of x
+  int length, pitch;
+  Factors factors;
+
+  __host__ __device__ static int pitch_of(int length) {
+    return int(ceil_div(length, Factors::REACH)) * Factors::REACH + Factors::PAD;
+  }
+  static size_t bytes(int length) {
+    return size_t(2) * ROWS * pitch_of(length) * sizeof(T) + size_t(2) * SUMS * sizeof(Sum);
+  }
+
+  template <typename Weight>
+  __device__ __forceinline__ Product(unsigned char* shared, int length, const Weight& weight)
+      : parts(reinterpret_cast<Sum*>(shared)),
+        tiles(reinterpret_cast<T*>(parts + 2 * SUMS)),
+        length(length),
+        pitch(pitch_of(length)),
+        factors(length, weight) {}
+
+  // Of a chunk of ROWS batches, by turns.
+  __device__ __forceinline__ T* tile(int chunk) const { return tiles + chunk % 2 * ROWS * pitch; }
+  __device__ __forceinline__ Sum* sums_of(int chunk, int warp) const {
+    return parts + chunk % 2 * SUMS + warp * ROWS * Shape::LINE;
+  }
+
+  // Starts to bring rows of x, from `batch` on, to a tile; zeros stand where there are no more batches or numbers.
+  __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batch, int64_t batches) const {
+    const int there = int(min(batches - batch, int64_t(ROWS)));
+    const int rows = int(ceil_div(there, Factors::AT_ONCE)) * Factors::AT_ONCE, filled = pitch - Factors::PAD;
+    for (int row = threadIdx.x / WARP; row < rows; row += WARPS) {
+      T* const to = tile(chunk) + row * pitch;
+      const T* const from = x.data + (batch + row) * x.of_batch;
+      if (x.wide) {
+        constexpr int GROUP = 16 / int(sizeof(T));
+#pragma unroll 4
+        for (int k = threadIdx.x % WARP * GROUP; k < filled; k += WARP * GROUP) {
+          async_copy<16>(to + k, from + k, row < there && k < length);
+        }
+      } else {
+        for (int k = threadIdx.x % WARP; k < filled; k += WARP) {
+          to[k] = row < there && k < length ? from[k * x.of_k] : T(0);
+        }
+      }
+    }
+    async_commit();
+  }
+
+  // All of x: finish(chunk) when the sums of a chunk's batches are there, while the next ones are multiplied.
+  template <typename Finish>
+  __device__ __forceinline__ void walk(const Factor<T>& x, int64_t batches, const Finish& finish) const {
+    const int chunks = int(ceil_div(batches, ROWS));
+    fetch(x, 0, 0, batches);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t batch = int64_t(chunk) * ROWS;
+      async_wait<0>();
+      __syncthreads();  // the tile is there, and the sums of the chunk before; what is next in their places is not needed
+      if (chunk + 1 < chunks) fetch(x, chunk + 1, batch + ROWS, batches);
+      if (chunk > 0) finish(chunk - 1);
+      factors.multiply(tile(chunk), pitch, length, int(min(batches - batch, int64_t(ROWS))),
+                       sums_of(chunk, threadIdx.x / WARP));
+    }
+    __syncthreads();  // the sums of the last chunk are there
+    finish(chunks - 1);
+  }
+
+  // Adds the sums of all warps, of COUNT outputs and a row of the chunk.
+  template <int COUNT>
+  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int chunk, int row, int output) const {
+#pragma unroll 4
+    for (int w = 0; w < WARPS; ++w) {
+      const Sum* const from = sums_of(chunk, w) + row * Shape::LINE + output;
+      UNROLL
+      for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
+    }
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // grid (blocks, all of them at once), block (THREADS)
 template <typename Shape, typename T = typename Shape::T, typename Sum = typename Shape::Sum>
-__global__ void __launch_bounds__(Shape::THREADS, 1)
+__global__ void __launch_bounds__(THREADS, 1)
     forward(View<const T, 3> products,  // [seq, batches, 4 H]
             View<const T, 2> R,         // [4 H, H]
             View<const T, 2> h0,        // [batches, H]
@@ -271,7 +334,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   const int hidden = int(h.size[2]), unit0 = blockIdx.x * UNITS;
   const Product<Shape> product(shared, hidden, [&](int output, int k) {
     const int unit = unit0 + output / FOUR, gate = output % FOUR;
-    return unit < hidden ? Sum(R(int64_t(gate) * hidden + unit, k)) : Sum(0);
+    return unit < hidden ? R(int64_t(gate) * hidden + unit, k) : T(0);
   });
   // What a thread does with the sums: of one unit and, in each chunk of ROWS batches, one batch.
   const int unit = unit0 + threadIdx.x % UNITS;
@@ -329,7 +392,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 // then it has the columns of its own units.
 // grid (blocks, all of them at once), block (THREADS)
 template <typename Shape, typename T = typename Shape::T, typename Sum = typename Shape::Sum>
-__global__ void __launch_bounds__(Shape::THREADS, 1)
+__global__ void __launch_bounds__(THREADS, 1)
     backward(View<const T, 3> dh,         // [seq, batches, H]
              View<const Sum, 2> dc_last,  // [batches, H]
              View<const T, 2> R,          // [4 H, H]
@@ -349,7 +412,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   const int hidden = int(R.size[1]), first = blockIdx.x / FOUR * FOUR, own = blockIdx.x % FOUR;
   const Product<Shape> product(shared, hidden, [&](int output, int k) {
     const int unit = first * UNITS + output;
-    return unit < hidden ? Sum(R(int64_t(own) * hidden + k, unit)) : Sum(0);
+    return unit < hidden ? R(int64_t(own) * hidden + k, unit) : T(0);
   });
   // What a thread does with the sums of all: some batches and units of the block.
   struct Given {  // what the gradients of a step are made of besides that of h
@@ -397,7 +460,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     dc0(batch, unit) = dc * f;
   };
 
-  for (int64_t i = threadIdx.x; i < batches * UNITS; i += Shape::THREADS) {
+  for (int64_t i = threadIdx.x; i < batches * UNITS; i += THREADS) {
     const Given here = place(i);
     if (here.mine) dc0(here.batch, here.unit) = dc_last(here.batch, here.unit);
     if (here.mine && seq == 0) dh0(here.batch, here.unit) = T(0);
@@ -410,17 +473,17 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
       product.walk(after, batches, [&](int chunk) {
         const int64_t batch0 = int64_t(chunk) * ROWS;
         const int rows = int(min(batches - batch0, int64_t(ROWS)));
-        for (int i = threadIdx.x; i < rows * OUTPUTS; i += Shape::THREADS) {
+        for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
           Sum sum[1] = {};
           product.add(sum, chunk, i / OUTPUTS, i % OUTPUTS);
           handed(blockIdx.x, batch0 + i / OUTPUTS, i % OUTPUTS) = sum[0];
         }
       });
     }
-    const Given one = ask(t, threadIdx.x), two = ask(t, threadIdx.x + Shape::THREADS);  // while the others come
+    const Given one = ask(t, threadIdx.x), two = ask(t, threadIdx.x + THREADS);  // while the others come
     if (number > 0) meet(arrived + gridDim.x, first, FOUR, number);
     give(t, one), give(t, two);
-    for (int64_t i = threadIdx.x + 2 * Shape::THREADS; i < batches * UNITS; i += Shape::THREADS) give(t, ask(t, i));
+    for (int64_t i = threadIdx.x + 2 * THREADS; i < batches * UNITS; i += THREADS) give(t, ask(t, i));
   }
 }
 
@@ -454,9 +517,9 @@ void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input
     const auto start = h0.as<T>();
     const auto out = h.as<T>();
     launch_together<forward<Shape>>(
-        {arrived.size[0] / 2}, dim3(Shape::THREADS), Product<Shape>::bytes(int(hidden)), stream, products.as<T>(),
-        R.as<T>(), start, c0.as<Sum>(), mask.as<Sum>(), out, c_last.as<Sum>(), z.as<T>(), cells.as<Sum>(),
-        activation == 1, is_wide(start.data, start.stride[0], start.stride[1], hidden),
+        {arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream, products.as<T>(), R.as<T>(),
+        start, c0.as<Sum>(), mask.as<Sum>(), out, c_last.as<Sum>(), z.as<T>(), cells.as<Sum>(), activation == 1,
+        is_wide(start.data, start.stride[0], start.stride[1], hidden),
         is_wide(out.data, out.stride[1], out.stride[2], hidden), static_cast<unsigned*>(arrived.data));
   });
 }
@@ -469,10 +532,10 @@ void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> R, Input<2> c0, Input
     using T = typename Shape::T;
     using Sum = typename Shape::Sum;
     const auto out = dz.as<T>();
-    launch_together<backward<Shape>>(
-        {arrived.size[0] / 2}, dim3(Shape::THREADS), Product<Shape>::bytes(int(hidden)), stream, dh.as<T>(),
-        dc_last.as<Sum>(), R.as<T>(), c0.as<Sum>(), mask.as<Sum>(), z.as<T>(), cells.as<Sum>(), out, dh0.as<T>(),
-        dc0.as<Sum>(), handed.as<Sum>(), kept.as<Sum>(), activation == 1,
-        is_wide(out.data, out.stride[1], out.stride[2], hidden), static_cast<unsigned*>(arrived.data));
+    launch_together<backward<Shape>>({arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream,
+                                     dh.as<T>(), dc_last.as<Sum>(), R.as<T>(), c0.as<Sum>(), mask.as<Sum>(), z.as<T>(),
+                                     cells.as<Sum>(), out, dh0.as<T>(), dc0.as<Sum>(), handed.as<Sum>(), kept.as<Sum>(),
+                                     activation == 1, is_wide(out.data, out.stride[1], out.stride[2], hidden),
+                                     static_cast<unsigned*>(arrived.data));
   });
 }
