@@ -263,18 +263,22 @@ struct Product {
   }
 
   // Starts to bring rows of x, from `batch` on, to a tile; zeros stand where there are no more batches or numbers.
-  __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batch, int64_t batches) const {
+  // The warps from `first` on do it.
+  __device__ __forceinline__ void fetch(const Factor<T>& x, int chunk, int64_t batches, int first) const {
+    const int64_t batch = int64_t(chunk) * ROWS;
     const int there = int(min(batches - batch, int64_t(ROWS)));
     const int rows = int(ceil_div(there, Factors::AT_ONCE)) * Factors::AT_ONCE, filled = pitch - Factors::PAD;
-    for (int row = threadIdx.x / WARP; row < rows; row += WARPS) {
+    for (int row = int(threadIdx.x / WARP) - first; row < rows; row += WARPS - first) {
+      if (row < 0) break;
       T* const to = tile(chunk) + row * pitch;
       const T* const from = x.data + (batch + row) * x.of_batch;
       if (x.wide) {
         constexpr int GROUP = 16 / int(sizeof(T));
-#pragma unroll 4
-        for (int k = threadIdx.x % WARP * GROUP; k < filled; k += WARP * GROUP) {
-          async_copy<16>(to + k, from + k, row < there && k < length);
-        }
+        const bool inside = row < there;
+        int k = threadIdx.x % WARP * GROUP;
+#pragma unroll 8
+        for (; k < length; k += WARP * GROUP) async_copy<16>(to + k, from + k, inside);
+        for (; k < filled; k += WARP * GROUP) async_copy<16>(to + k, from, false);
       } else {
         for (int k = threadIdx.x % WARP; k < filled; k += WARP) {
           to[k] = row < there && k < length ? from[k * x.of_k] : T(0);
@@ -284,32 +288,32 @@ struct Product {
     async_commit();
   }
 
-  // All of x: finish(chunk) when the sums of a chunk's batches are there, while the next ones are multiplied.
+  // All of x: finish(chunk) when the sums of a chunk's batches are there, while the next ones are multiplied. It is work
+  // for the first half of the warps, so the other half fetches.
   template <typename Finish>
   __device__ __forceinline__ void walk(const Factor<T>& x, int64_t batches, const Finish& finish) const {
     const int chunks = int(ceil_div(batches, ROWS));
-    fetch(x, 0, 0, batches);
+    fetch(x, 0, batches, 0);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t batch = int64_t(chunk) * ROWS;
       async_wait<0>();
       __syncthreads();  // the tile is there, and the sums of the chunk before; what is next in their places is not needed
-      if (chunk + 1 < chunks) fetch(x, chunk + 1, batch + ROWS, batches);
+      if (chunk + 1 < chunks) fetch(x, chunk + 1, batches, WARPS / 2);
       if (chunk > 0) finish(chunk - 1);
-      factors.multiply(tile(chunk), pitch, length, int(min(batches - batch, int64_t(ROWS))),
+      factors.multiply(tile(chunk), pitch, length, int(min(batches - int64_t(chunk) * ROWS, int64_t(ROWS))),
                        sums_of(chunk, threadIdx.x / WARP));
     }
     __syncthreads();  // the sums of the last chunk are there
     finish(chunks - 1);
   }
 
-  // Adds the sums of all warps, of COUNT outputs and a row of the chunk.
-  template <int COUNT>
-  __device__ __forceinline__ void add(Sum (&sums)[COUNT], int chunk, int row, int output) const {
-#pragma unroll 4
+  // Adds the sums of all warps, of FOUR outputs and a row of the chunk.
+  __device__ __forceinline__ void add(Sum (&sums)[FOUR], int chunk, int row, int output) const {
+    UNROLL
     for (int w = 0; w < WARPS; ++w) {
-      const Sum* const from = sums_of(chunk, w) + row * Shape::LINE + output;
+      Sum part[FOUR];
+      load_four(part, sums_of(chunk, w) + row * Shape::LINE + output);
       UNROLL
-      for (int i = 0; i < COUNT; ++i) sums[i] += from[i];
+      for (int i = 0; i < FOUR; ++i) sums[i] += part[i];
     }
   }
 };
@@ -406,7 +410,7 @@ __global__ void __launch_bounds__(THREADS, 1)
              View<Sum, 3> handed,         // [blocks, batches, OUTPUTS]: sums for the others of the FOUR
              View<Sum, 2> kept,           // [batches, H]: what h[t + 1] gives to h[t] by itself, or empty
              bool hard, bool wide, unsigned* arrived) {
-  constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS, OUTPUTS = Shape::OUTPUTS;
+  constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS;
   DYNAMIC_SHARED(unsigned char, shared);
   const int64_t seq = dz.size[0], batches = dz.size[1];
   const int hidden = int(R.size[1]), first = blockIdx.x / FOUR * FOUR, own = blockIdx.x % FOUR;
@@ -471,13 +475,13 @@ __global__ void __launch_bounds__(THREADS, 1)
       meet(arrived, 0, gridDim.x, number);
       const Factor<T> after{&dz(t + 1, 0, int64_t(own) * hidden), dz.stride[1], dz.stride[2], wide};
       product.walk(after, batches, [&](int chunk) {
-        const int64_t batch0 = int64_t(chunk) * ROWS;
-        const int rows = int(min(batches - batch0, int64_t(ROWS)));
-        for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
-          Sum sum[1] = {};
-          product.add(sum, chunk, i / OUTPUTS, i % OUTPUTS);
-          handed(blockIdx.x, batch0 + i / OUTPUTS, i % OUTPUTS) = sum[0];
-        }
+        const int row = threadIdx.x / UNITS, output = threadIdx.x % UNITS * FOUR;
+        const int64_t batch = int64_t(chunk) * ROWS + row;
+        if (row >= ROWS || batch >= batches) return;
+        Sum sums[FOUR] = {};
+        product.add(sums, chunk, row, output);
+        UNROLL
+        for (int i = 0; i < FOUR; ++i) handed(blockIdx.x, batch, output + i) = sums[i];
       });
     }
     const Given one = ask(t, threadIdx.x), two = ask(t, threadIdx.x + THREADS);  // while the others come
