@@ -1,8 +1,7 @@
 #include "common/binding.h"
 
-void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h,
-                  Output<2> c_last, Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units,
-                  Stream stream);
+void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h, Output<2> c_last,
+                  Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units, Stream stream);
 void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> R, Input<2> c0, Input<3> mask, Input<3> z, Input<3> cells,
                    Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Output<3> handed, Output<2> kept,
                    InOut<1> arrived, int units, Stream stream);

@@ -31,6 +31,7 @@
 
 #include "common/async_copy.h"
 #include "common/device.h"
+#include "common/gates.h"
 #include "common/launch.h"
 #include "common/mma.h"
 #include "common/numeric.h"
@@ -54,29 +55,6 @@ struct Shape {
   static constexpr int ROWS = 64 / int(sizeof(Sum));    // batches whose h is in shared memory at a time
   static constexpr int LINE = OUTPUTS + 8;              // from row to row of sums, so that they are in other banks
 };
-
-// ---- activations ----------------------------------------------------------------------------------------------------
-template <typename Sum>
-__device__ __forceinline__ Sum clamped(Sum x, Sum least) {
-  return x < least ? least : x > 1 ? Sum(1) : x;
-}
-template <typename Sum>
-__device__ __forceinline__ Sum gate(Sum x, bool hard) {
-  return hard ? clamped(x / 8 + Sum(0.5), Sum(0)) : 1 / (1 + std::exp(-x));
-}
-template <typename Sum>
-__device__ __forceinline__ Sum squashed(Sum x, bool hard) {
-  return hard ? clamped(x, Sum(-1)) : std::tanh(x);
-}
-// Their derivatives, from the results; of the hard ones 0 where they are at an end.
-template <typename Sum>
-__device__ __forceinline__ Sum gate_slope(Sum y, bool hard) {
-  return hard ? (y > 0 && y < 1 ? Sum(0.125) : Sum(0)) : y * (1 - y);
-}
-template <typename Sum>
-__device__ __forceinline__ Sum squashed_slope(Sum y, bool hard) {
-  return hard ? (y > -1 && y < 1 ? Sum(1) : Sum(0)) : 1 - y * y;
-}
 
 // FOUR neighbours in shared memory.
 template <typename Sum>
@@ -206,7 +184,7 @@ struct TensorWeights {
     }
   }
 
-  __device__ __forceinline__ void multiply(const T* x, int pitch, int length, int rows, float* to) const {
+  __device__ __forceinline__ void multiply(const T* x, int pitch, int length, int, float* to) const {
     const int lane = threadIdx.x % WARP;
     float sums[TILES][FOUR] = {};
     UNROLL
@@ -222,8 +200,9 @@ struct TensorWeights {
       UNROLL
       for (int i = 0; i < FOUR; i += 2) {
         const int row = lane / 4 + i * 4;
-        store_vector(to + row * Shape::LINE + tile * 8 + lane % 4 * 2,
-                     Vector<float, 2>{{sums[tile][i], sums[tile][i + 1]}});
+        Vector<float, 2> pair;
+        pair[0] = sums[tile][i], pair[1] = sums[tile][i + 1];
+        store_vector(to + row * Shape::LINE + tile * 8 + lane % 4 * 2, pair);
       }
     }
   }
