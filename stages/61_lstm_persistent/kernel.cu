@@ -7,19 +7,24 @@
 //           R again.
 // Idea      One kernel that stays for the whole sequence. What a block multiplies by is the same in each step, so it is read
 //           once and kept in registers: R is spread over the registers of all multiprocessors. What a step needs of the
-//           others is h[t - 1], through the L2 cache, and to know that it is there: each block tells by a word of its
-//           own that it has written its part, and looks at the words of all others before it goes on.
+//           others is h[t - 1], through the L2 cache, and to know that it is there: each block tells by a word of its own
+//           that it has written its part, and looks at the words of all others before it goes on.
 //           Backward: dz[t + 1] is four times as much as h. So FOUR blocks share their columns of R, each has the rows of
 //           one gate, reads that gate's dz alone, and they hand on their sums to each other: a meeting of four, which is
 //           short, instead of a longer way for everybody.
-// Mapping   block: UNITS hidden units, 4 gates of each, all steps and batches.  thread: 4 outputs (forward: the gates of a
-//           unit; backward: 4 units) and DEPTH numbers of what they are made of.  warp: UNITS such fours, PIECES lanes each.
-//           Sums go over the PIECES by shuffles and over the warps through shared memory.
-// Cost      forward, float32, H a multiple of 4 PIECES, B one of 4: a block, of which there are blocks = 4 ceil(H / 4 UNITS)
-//             global load sectors  R once; a step B H / 8 of h and 4 B UNITS / 8 of products
-// Progress  No block may wait for one that has not begun: the launch is cooperative, which begins all blocks or none.
-//           In each step a block tells before it waits, so the one that is the furthest behind waits for nobody.
-// Limits    R has to fit into registers: H <= 1024 (float64: 512), and there have to be H / UNITS multiprocessors.
+//           Batches go by in chunks of ROWS: while one is multiplied, half of the warps bring the next one to shared
+//           memory and the other half make h of the sums of the one before.
+// Mapping   block: UNITS hidden units, 4 gates of each, all steps and batches.  warp: all outputs of the block, and of the
+//           H numbers that they are made of every WARPS-th piece; float, double: a lane has EACH outputs of DEPTH numbers,
+//           and sums go over the lanes by shuffles; half, bfloat16: fragments of tensor cores.  Sums over the warps go
+//           through shared memory.  Progress: no block waits for one that has not begun, as the launch is cooperative,
+//           which begins all blocks or none; and each tells before it waits, so the one that is the furthest behind waits
+//           for nobody.
+// Cost      R is read once, and in each step h by each block, 4 ceil(H / 4 UNITS) of them; in the backward dz by 4 UNITS-th
+//           as many. There are two barriers of the grid's blocks and ceil(B / ROWS) + 1 others a step. How often a block
+//           looks for the others depends on how they run, so there are no closed forms of the loads.
+// Limits    R has to fit into registers: H <= 1024 (float64: 512), and there have to be H / UNITS multiprocessors. With a
+//           large batch float is bound by its multiplications, and a third of a step is the way of h to the other blocks.
 // Run       python -m stages run 61
 
 #include <cmath>

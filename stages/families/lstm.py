@@ -43,7 +43,7 @@ from stages.families import (
 from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 
-NAME = "lstm"
+NAME, LAUNCHER = "lstm", "lstm_forward"
 CALL = (
     "lstm(x, weight_ih, weight_hh, bias=None, h0=None, c0=None, *, activation='soft', recurrent_dropout=0.0, "
     "zoneout=0.0, training=True, generator=None)"
@@ -63,7 +63,7 @@ PROBLEMS = (
     (2, 2, 3, 0),
 )
 XRAY = (4, 4, 32, 32)
-BENCH = {"cpu": ((8, 4, 64, 64),), "cuda": ((512, 16, 512, 512), (1024, 1, 512, 512), (512, 64, 1024, 1024))}
+BENCH = {"cpu": ((8, 16, 64, 64),), "cuda": ((512, 16, 512, 512), (1024, 1, 512, 512), (512, 64, 1024, 1024))}
 SWEEP = {
     "cpu": tuple((8, 1 << n, 32, 32) for n in range(5)),
     "cuda": tuple((256, 1 << n, 512, 512) for n in range(0, 9, 2)),
