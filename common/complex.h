@@ -44,6 +44,16 @@ __host__ __device__ R real_part(Complex<R> x) {
   return x.re;
 }
 
+// body(x), of a complex number body of each part: what shuffles lanes does it for numbers of either kind.
+template <typename T, typename Body>
+__host__ __device__ __forceinline__ T by_parts(T x, const Body& body) {
+  return body(x);
+}
+template <typename R, typename Body>
+__host__ __device__ __forceinline__ Complex<R> by_parts(Complex<R> x, const Body& body) {
+  return {body(x.re), body(x.im)};
+}
+
 template <>
 struct Traits<Complex<float>> {
   static constexpr DType dtype = DType::complex64;

@@ -93,3 +93,13 @@ void dispatch_floating(DType dtype, Body&& body) {
   }
 #endif
 }
+
+// The same for kernels that take no 16-bit numbers.
+template <typename Body>
+void dispatch_wide(DType dtype, Body&& body) {
+  if (dtype == DType::float32) return body.template operator()<float>();
+#if !defined(FLOAT_ONLY)
+  if (dtype == DType::float64) return body.template operator()<double>();
+#endif
+  throw std::invalid_argument(std::string("this kernel does not take ") + name_of(dtype));
+}

@@ -1,16 +1,11 @@
 """Stage 51, selective_scan."""
 
-import importlib
-
 import pytest
 import torch
 from selective_scan_cases import SelectiveScanCases, allowed, problem
 
 import stages
 from stages.families import selective_scan as family
-
-stage = importlib.import_module("stages.51_selective_scan.stage")
-states_of_a_lane = stage.states_of_a_lane
 
 
 class TestSelectiveScan(SelectiveScanCases):
@@ -27,11 +22,11 @@ class TestSelectiveScan(SelectiveScanCases):
     @pytest.mark.parametrize("states", [5, 16, 33])
     def test_four_states_a_lane(self, states, device, monkeypatch):
         """What many channels get: here a few, too."""
-        monkeypatch.setattr(stage, "ENOUGH_WARPS", 0)
+        monkeypatch.setattr(family, "ENOUGH_WARPS", 0)
         for method in family.METHODS:
             for b in ("variable", "constant"):
                 arguments = problem((2, 35, states, 70), torch.float32, device, b=b, c=b)
-                assert states_of_a_lane(arguments["u"], arguments["A"]) == 4
+                assert family.states_of_a_lane(arguments["u"], arguments["A"]) == 4
                 self.compare(arguments, allowed(torch.float32), method=method)
 
     def test_how_many_states_a_lane_has(self):
@@ -44,4 +39,4 @@ class TestSelectiveScan(SelectiveScanCases):
         ):
             batch, channels, states, seq = sizes
             u, A = torch.empty(batch, channels, seq, device="meta"), torch.empty(channels, states, device="meta")
-            assert states_of_a_lane(u, A.to(dtype)) == expected
+            assert family.states_of_a_lane(u, A.to(dtype)) == expected

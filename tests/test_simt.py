@@ -456,6 +456,16 @@ def test_requests_of_lanes_that_part(operations, schedule):
     assert load["lanes"] == sum(200 + 3 * t for t in range(64))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s[0]}{s[1]}")
+def test_requests_of_lanes_with_full_logs(operations, schedule):
+    """A lane whose log is full, with nothing in it that is known to be whole, has room for what it does next."""
+    operations.modules["xray"].configure(schedule=schedule[0], seed=schedule[1])
+    recording, message = operations.xray("apart", torch.randn(256), torch.empty(3), 3)
+    assert (recording["faults"], message) == ([], None)
+    loads = [(s["requests"], s["lanes"]) for s in recording["sites"] if s["op"] == "load"]
+    assert sorted(loads) == [(1, 2), (1, 2), (62, 62), (63, 63), (200, 200), (200, 200)]
+
+
 def test_trace(operations):
     recording, _ = operations.xray("reversed", torch.randn(64), torch.empty(64), 64, trace=100)
     rows = [row for row in recording["trace"] if row[5] == "shared"]

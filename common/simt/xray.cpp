@@ -671,6 +671,12 @@ void match_requests(XrayWorker& x, unsigned paused) {
         }
       }
     }
+    // But of a lane whose log is full something has to go, or its next access would find no room.
+    for (int lane = 0; lane < 32; ++lane) {
+      bool stuck = x.lanes[lane].count == LOG_ROWS;
+      for (uint32_t i = 0; stuck && i < LOG_ROWS; ++i) stuck = held[size_t(group_of[i * 32 + uint32_t(lane)])];
+      if (stuck) std::fill(held.begin(), held.end(), false);
+    }
     bool none = true;
     for (size_t g = 0; g < groups.size(); ++g) none = none && held[g];
     if (none) std::fill(held.begin(), held.end(), false);

@@ -995,16 +995,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<T>)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// dispatch_floating, for the two types whose complex numbers there are.
-template <typename Body>
-void dispatch_wide(DType dtype, Body&& body) {
-  if (dtype == DType::float32) return body.template operator()<float>();
-#if !defined(FLOAT_ONLY)
-  if (dtype == DType::float64) return body.template operator()<double>();
-#endif
-  throw std::invalid_argument(std::string("this kernel does not take ") + name_of(dtype));
-}
-
 void adaptive_unitary(Input<3> u, Input<3> dt, Input<3> x, Input<2> x_bias, Input<1> B, Input<1> C, Input<1> D,
                       Input<3> z, Input<3> state, Output<3> y, Output<3> w, Output<3> last, Output<4> sums,
                       Output<4> phases, Stream stream) {

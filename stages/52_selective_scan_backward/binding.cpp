@@ -8,6 +8,8 @@ void selective_scan_backward(Input<3> dy, Input<3> dlast, Input<3> u, Input<3> d
                              Output<3> ddelta, Output<3> dz, Output<3> dinitial, Output<4> carried, Output<5> of_b,
                              Output<5> of_c, Output<4> of_d, Output<4> of_bias, Output<4> so_far, bool delta_softplus,
                              int method, int parts, Stream stream);
+int backward_warps();
+int backward_states();
 
 STAGE_MODULE(m) {
   def_launcher(m, "selective_scan", &selective_scan, "the selective scan", "u", "delta", "A", "B", "C", "D", "z",
@@ -16,4 +18,6 @@ STAGE_MODULE(m) {
   def_launcher(m, "selective_scan_backward", &selective_scan_backward, "its gradients", "dy", "dlast", "u", "delta",
                "A", "B", "C", "D", "z", "delta_bias", "states", "du", "ddelta", "dz", "dinitial", "carried", "of_b",
                "of_c", "of_d", "of_bias", "so_far", "delta_softplus", "method", "parts");
+  m.attr("WARPS") = backward_warps();
+  m.attr("STATES") = backward_states();
 }

@@ -1,15 +1,23 @@
 """Stage 52: the gradients of the selective scan."""
 
-import importlib
-
 from stages.families import COMPLEX, FLOATING, selective_scan
+from stages.families.selective_scan import CHUNK
 from stages.toolkit.stage import Stage
 
-forward = importlib.import_module("stages.51_selective_scan.stage")
-
+NOT_FLOAT = "of double and complex numbers, which mutants are not compiled for; the tests of them fail"
+BEFORE = "before the first tile, where there are no steps, t0 is no multiple of CHUNK"
 SAME = "the same either way where they are equal"
-CHUNK, TOGETHER = 128, 4  # steps; channels of a block of `carry`, where there are few
+TOGETHER = 4  # channels of a block of `carry`, where there are few
 EQUIVALENT = {
+    "for (int i = 0; i < FOUR; ++i) tile[c * pitch_held + part * RECORD<S> + i * S + j - state0] = number * factor;  "
+    "[i < FOUR -> i <= FOUR]": "the fifth is the gap",
+    "if (steps < TILE) {  [steps < TILE -> steps <= TILE]": "no step of a full tile is past its end",
+    "if (steps < TILE) {  [steps < TILE -> true]": "no step of a full tile is past its end",
+    "if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));  "
+    "[steps > 0 -> steps >= 0]": BEFORE,
+    "if (kept.size[0] && steps > 0 && t0 % CHUNK == 0) keep(&kept(t0 / CHUNK, batch, channel, 0));  "
+    "[steps > 0 -> true]": BEFORE,
+    "if (y.wide && k + FOUR <= steps) {  [k + FOUR <= steps -> true]": NOT_FLOAT,
     "const T e = power((x > 0 ? -x : x) * PER_E<T>);  [x > 0 -> x >= 0]": SAME,
     "dt = (x > 0 ? x : T(0)) + log_of_one_plus(e), slope = (x > 0 ? T(1) : e) * reciprocal(T(1) + e);  "
     "[x > 0 -> x >= 0]": SAME,
@@ -41,11 +49,10 @@ stage = Stage(
     __file__,
     family=selective_scan,
     lesson="gradients: states made anew, lanes as pieces of time",
-    cost=forward.cost,
+    cost=selective_scan.cost,
     aligned=(1, 16, 16, 128),
     registers=255,
     spills=True,
     dtypes=FLOATING + COMPLEX,
     options=tuple({"discretization_method": method} for method in ("mamba", "foh", "bilinear")),  # one of each kind
-    define={"states_of_a_lane": forward.states_of_a_lane},
 )

@@ -183,15 +183,6 @@ struct Plan {
   int lanes, warps, numbers;  // of a group; of a block; numbers that a group has in shared memory
 };
 
-template <typename Body>
-void dispatch_wide(DType dtype, Body&& body) {
-  if (dtype == DType::float32) return body.template operator()<float>();
-#if !defined(FLOAT_ONLY)
-  if (dtype == DType::float64) return body.template operator()<double>();
-#endif
-  throw std::invalid_argument(std::string("this kernel does not compute with ") + name_of(dtype));
-}
-
 // Deals out what a group has, all zeros at first.
 template <typename T>
 struct Store {

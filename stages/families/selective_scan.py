@@ -53,6 +53,7 @@ from stages.families import (
 from stages.families.discretization import phi
 from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
+from stages.toolkit.report import Counts
 
 NAME = "selective_scan"
 CALL = (
@@ -91,18 +92,19 @@ SERIES = ("highorder", "poly", "rk4")  # which are cut off: for small steps
 MOST_STATES = 256  # of a channel
 CHUNK = 128  # steps between those before which the states are kept for the backward
 BLOCKS = {"cpu": 2, "cuda": 792}  # of the backward, if there are so many channels: they share those of a chunk of steps
-AT_ONCE = 16  # states of 4 bytes that a launch of the backward has
-WARPS = 2  # of a block of it, which have sums of D's gradient and of delta_bias' each
+FOUR = 4  # steps that lie together in shared memory
+LANES = 32
+ENOUGH_WARPS = 1056  # 8 for each multiprocessor of an H100: then a lane has 4 states, before that 2
 
 
 def states_of_a_lane(u: Tensor, A: Tensor) -> int:
-    """How many states of a channel a lane of a stage's kernel has, unless the stage says something else."""
-    return 4
+    """4 where there are enough channels, as what is not done for each state is then done for fewer; else 2."""
+    (batch, channels, _), states = u.shape, A.shape[1]
+    enough = batch * channels * -(-states // 4) >= LANES * ENOUGH_WARPS
+    return 4 if enough and states > 2 and A.dtype is torch.float32 else 2
 
 
-def define(
-    name: str, kernels: Kernels, *, backward: bool = True, states_of_a_lane: Callable[[Tensor, Tensor], int]
-) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+def define(name: str, kernels: Kernels, *, backward: bool = True) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Register the operator of a stage and return its public function.
 
     The operator gives y, the last state, and for a backward the states before every chunk of steps (none where nobody
@@ -113,7 +115,6 @@ def define(
         name: Of the operator.
         kernels: The modules of the stage.
         backward: Whether they have one.
-        states_of_a_lane: How many states a lane is to have, for u and A.
     """
 
     def run(
@@ -179,6 +180,7 @@ def define(
         if batch * channels == 0:
             return tuple(x.zero_() for x in fake_backward(dy, dlast, u, delta, A, B, C, D, z, delta_bias))
         by_group = [in_groups(x, u) for x in (B, C)]
+        module = kernels.serving(u.device)
         # What is summed over time, batches or channels is so in places of its own, which are added up in order.
         chunks, foh, states_of_all = -(-seq // CHUNK), METHODS[method] == "foh", A.shape[1]
         carried = operator.empty(((1 + foh) * chunks, batch, *A.shape), like=A)
@@ -195,11 +197,11 @@ def define(
         ]
         sums = accumulator(u.dtype)
         of_d, of_bias = (
-            operator.empty((0,) * 4 if x is None else (chunks, batch, channels, WARPS), like=u, dtype=sums)
+            operator.empty((0,) * 4 if x is None else (chunks, batch, channels, module.WARPS), like=u, dtype=sums)
             for x in (D, delta_bias)
         )
         # The sums over states, if it takes more than one launch to come to all of them.
-        several = states_of_all > AT_ONCE * 4 // A.element_size()
+        several = states_of_all > module.STATES * 4 // A.element_size()
         so_far = operator.empty((2 if z is None else 3, *u.shape) if several else (0, 0, 0, 0), like=u, dtype=sums)
         D, z, delta_bias, _ = present(u, A, D, z, delta_bias, None)
         du, ddelta, dz, dinitial = (operator.empty(x.shape, like=x) for x in (u, delta, z, dlast))
@@ -653,3 +655,38 @@ def work(sizes: Mapping[str, int], itemsize: int, *, discretization_method: str 
     batch, channels, states, seq = (sizes[name] for name in SIZES)
     of_channels = 3 if discretization_method == "mamba" else 4
     return Work(7 * batch * channels * states * seq, itemsize * batch * seq * (of_channels * channels + 2 * states))
+
+
+def cost(B: int, d: int, n: int, T: int, itemsize: int, discretization_method: str = "mamba") -> Counts:
+    """Of the forward, for arguments as `make` gives them, of so few channels that a lane has 2 states."""
+    gates = discretization_method != "mamba"  # whether there is a z
+    double = itemsize == 8
+    size, of_a_lane, parts = (8, 2, 2) if double else (4, 2, 1)  # of a number; parts of 16 bytes of FOUR of them
+    steps, lanes = 128 // size, n // of_a_lane
+    channels = max(128 // lanes, min(8, 256 // lanes))
+    warps, blocks, tiles, fours = lanes * channels // 32, B * d // channels, T // steps, steps // FOUR
+    of_states = warps * of_a_lane  # requests for A, and for the last states
+    each = 16 if double else min(16, channels)  # sectors
+    copied = (2 * channels + 2 * n + gates * channels) * steps * itemsize  # bytes a tile, of u, delta, B, C and z
+    of_u, of_b = 2 * channels * fours // 32, 2 * n * fours // 32  # requests to turn that, for FOUR steps each
+    sums = of_u // 2 * lanes
+    if itemsize == 2:  # 8 bytes a lane: of rows that lie 80 bytes apart the ninth meets the first, and of z's the next
+        twice = 2 * (of_b + (of_u if channels == 16 else 0)) + gates * of_u
+        turned = 2 * (of_u + of_b) + gates * of_u + twice
+    else:
+        turned, twice = 4 * parts * (of_u + of_b + gates * of_u // 2), 0
+    if double:  # lanes that lie 32 bytes apart meet in the banks twice
+        twice += warps * fours * 16 + sums * 8
+    walked = warps * fours * (8 * parts * parts + 8 * parts)  # dt and u, and for each step B and C
+    return Counts(
+        load_requests=blocks * (warps + of_states + 1 + tiles * copied // 512),
+        load_sectors=blocks * ((warps + 1) * channels * size // 32 + each * of_states + tiles * copied // 32),
+        store_requests=blocks * (of_states + tiles * parts * of_u // 2),
+        store_sectors=blocks * (each * of_states + tiles * parts * channels * steps * itemsize // 32),
+        shared_load_wavefronts=blocks * tiles * (turned + walked + sums * 4 * parts * parts),
+        shared_load_conflicts=blocks * tiles * twice,
+        shared_store_wavefronts=blocks * tiles * 4 * parts * (parts * (of_u + warps * fours) + of_b),
+        shared_store_conflicts=blocks * tiles * 8 * (parts - 1) * (of_u + warps * fours),
+        shared_copy_wavefronts=blocks * tiles * copied // 512 * (8 if itemsize == 2 else 4),
+        barriers=blocks * 2 * (tiles + 1),
+    )

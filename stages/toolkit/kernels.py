@@ -47,16 +47,20 @@ class Kernels:
         finally:
             self._modules = saved
 
+    def serving(self, device: torch.device) -> ModuleType:
+        """The module that a launch on a device goes to now."""
+        variant = "cuda" if device.type == "cuda" else "simt" if recorder is None else "xray"
+        return self._modules.get(variant) or self.module(variant)
+
     def launch(self, function: str, device: torch.device, *arguments: object) -> None:
         """Call a launcher of the module that serves `device`, on the current stream if that is a GPU."""
         if device.type == "cuda":
             stream = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-            module = self._modules.get("cuda") or self.module("cuda")
-            getattr(module, function)(*arguments, stream)
+            getattr(self.serving(device), function)(*arguments, stream)
         elif recorder is not None:
             recorder(self, function, arguments)
         else:
-            call(self._modules.get("simt") or self.module("simt"), function, arguments)
+            call(self.serving(device), function, arguments)
 
 
 def load(name: str, path: Path) -> ModuleType:

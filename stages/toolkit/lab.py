@@ -121,7 +121,7 @@ class Kernel:
         """The changed kernel's module; that of float32 has no other dtypes and is there in a third of the time."""
         if self.stage.in_triton:
             return self.source
-        flags = (f"-I{self.stage.folder}", *(("-DFLOAT_ONLY",) if self.dtype is torch.float32 else ()))
+        flags = ("-DFLOAT_ONLY",) if self.dtype is torch.float32 else ()
         folder = self.source.parent / str(self.dtype).removeprefix("torch.")
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", folder, flags)
 

@@ -137,6 +137,26 @@ __global__ void uneven(In x, Out y) {  // lanes make different numbers of access
   y(threadIdx.x) = sum;
 }
 
+// Lanes with many accesses of their own. When they have made 64 each, 0 and 1 have met and so have 1 and 2, but nothing
+// that 0 did is known to be whole, as 2 may still come to it.
+__global__ void apart(In x, Out y) {
+  const int i = threadIdx.x;
+  float sum = 0;
+  if (i > 0) sum = x(i);
+  if (i == 0) {
+    for (int k = 0; k < 63; ++k) sum += x(k);
+  } else if (i == 1) {
+    for (int k = 0; k < 62; ++k) sum -= x(k);
+  } else {
+    for (int k = 0; k < 200; ++k) sum = 2 * x(k) - sum;
+  }
+  if (i < 2) sum += x(i + 1);
+  if (i == 0) {
+    for (int k = 0; k < 200; ++k) sum = x(k) - sum;
+  }
+  y(i) = sum;
+}
+
 __global__ void catching_up(In x, Out y) {  // the last read is one request of lanes with more and with less before it
   __shared__ float tile[3][1024];
   const int i = threadIdx.x;
@@ -211,6 +231,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL(transpose_conflicts);
   KERNEL(transpose_padded);
   KERNEL(uneven);
+  KERNEL(apart);
   KERNEL(catching_up);
   KERNEL(from_shared);
   KERNEL(rounding);
