@@ -71,6 +71,12 @@ class TestDiscretizeMatrix(StageCases):
 
     # ---- values
 
+    def test_squarings_cost_few_digits(self):
+        """Of steps that are halved often: whatever the numbers are, the results are within the tolerance."""
+        for seed in range(20):
+            arguments = family.make({"M": 5, "n": 7, "m": 3}, torch.float32, seed=seed, method="zoh")
+            self.compare(list(arguments), "zoh", family.tolerance({}, torch.float32)["A_bar"])
+
     @pytest.mark.parametrize("dtype", family.DTYPES, ids=str)
     @pytest.mark.parametrize("sizes", family.PROBLEMS, ids=str)
     def test_outputs(self, sizes, dtype, device):

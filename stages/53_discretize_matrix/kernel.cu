@@ -13,7 +13,8 @@
 //           zoh, foh: Z / 2^s is so small that a short Taylor series does, all of it products, no division by A: a
 //           singular one is as good as any. e^X, V = phi_1 dt B and W = phi_2 dt B are the upper row of the exponential
 //           of one block matrix, [[Z, dt B, 0], [0, 0, I], [0, 0, 0]] / 2^s, and squaring that s times takes s products
-//           of n x n: E' = E E, V' = E V + V, W' = E W + h V + W, h' = 2 h.
+//           of n x n: E' = E E, V' = E V + V, W' = E W + h V + W, h' = 2 h. The first time E is I + D with a small D, which
+//           has kept the digits that I would have cost it: E' = I + 2 D + D D.
 //           The gradients are the upper row of its derivative at the transposed matrix, in the direction of what the
 //           loss gives to e^Z, V and W; the same series and squarings, each differentiated by the product rule.
 // Mapping   A group of 8, 16 or 32 lanes, as many as n asks for, has a matrix, in shared memory; columns are the lanes'
@@ -131,6 +132,12 @@ __device__ __forceinline__ void add(T (&sum)[FOUR], const Matrix<T>& x, int row,
   load_four(part, x.four(row, column));
   UNROLL
   for (int r = 0; r < FOUR; ++r) sum[r] += factor * part[r];
+}
+
+template <typename T>
+__device__ __forceinline__ void add_identity(T (&sum)[FOUR], int row, int column) {
+  UNROLL
+  for (int r = 0; r < FOUR; ++r) sum[r] += row + r == column ? 1 : 0;
 }
 
 // to = what body(sum, row, column) adds to 0, FOUR rows at a time, which the lanes share out; nothing if it is not `needed`.
@@ -418,7 +425,7 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
   load(group, v.now, B, system.matrix, dt * h), load(group, w.now, B, system.matrix, dt * h);
   __syncwarp();
 
-  // Series: I + Z/1 (I + Z/2 (..)), B + Z/2 (B + Z/3 (..)), B + Z/3 (B + Z/4 (..)).
+  // Series: Z/1 (I + Z/2 (..)), B + Z/2 (B + Z/3 (..)), B + Z/3 (B + Z/4 (..)).
   for (int k = DEGREE<T>; k > 0; --k) {
     const auto horner = [&](Turns<T>& x, int divisor, auto&& start) {
       make(group, x.next, true, [&](T(&sum)[FOUR], int row, int column) {
@@ -429,9 +436,8 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
       });
     };
     const auto from_b = [&](T(&sum)[FOUR], int row, int column) { add(sum, b, row, column, T(1)); };
-    horner(e, k, [](T(&sum)[FOUR], int row, int column) {
-      UNROLL
-      for (int r = 0; r < FOUR; ++r) sum[r] += row + r == column ? 1 : 0;
+    horner(e, k, [&](T(&sum)[FOUR], int row, int column) {
+      if (k > 1) add_identity(sum, row, column);
     });
     horner(v, k + 1, from_b), horner(w, k + 2, from_b);
     __syncwarp();
@@ -442,18 +448,23 @@ __global__ void exponential(View<const T, 3> A, View<const T, 3> B, View<const T
 
   for (int t = 0; t < most; ++t) {
     const bool needed = t < halvings;
-    make(group, e.next, needed,
-         [&](T(&sum)[FOUR], int row, int column) { add_product(sum, e.now, e.now, row, column); });
+    const T of_identity = t == 0 ? 2 : 1;
+    make(group, e.next, needed, [&](T(&sum)[FOUR], int row, int column) {
+      add_product(sum, e.now, e.now, row, column);
+      if (t == 0) add(sum, e.now, row, column, T(2)), add_identity(sum, row, column);
+    });
     make(group, v.next, needed, [&](T(&sum)[FOUR], int row, int column) {
-      add_product(sum, e.now, v.now, row, column), add(sum, v.now, row, column, T(1));
+      add_product(sum, e.now, v.now, row, column), add(sum, v.now, row, column, of_identity);
     });
     make(group, w.next, needed, [&](T(&sum)[FOUR], int row, int column) {
       add_product(sum, e.now, w.now, row, column);
-      add(sum, v.now, row, column, h), add(sum, w.now, row, column, T(1));
+      add(sum, v.now, row, column, h), add(sum, w.now, row, column, of_identity);
     });
     __syncwarp();
     e.turn(needed), v.turn(needed), w.turn(needed), h *= 2;
   }
+  if (halvings == 0) group.each(n, [&](int i) { e.now(i, i) += 1; });
+  __syncwarp();
   if (!system.is_there) return;
   store(group, A_bar, system.matrix, e.now, T(1));
   if (!foh) return store(group, B_bar, system.matrix, v.now, T(1));
@@ -508,8 +519,7 @@ __global__ void exponential_backward(View<const T, 3> A, View<const T, 3> B, Vie
     };
     make(group, e.next, true, [&](T(&sum)[FOUR], int row, int column) {
       add_product(sum, z, e.now, row, column), divide(sum);
-      UNROLL
-      for (int r = 0; r < FOUR; ++r) sum[r] += row + r == column ? 1 : 0;
+      if (k > 1) add_identity(sum, row, column);
     });
     make(group, u.next, true,
          [&](T(&sum)[FOUR], int row, int column) { add_product(sum, b, e.now, row, column), divide(sum); });
@@ -533,26 +543,30 @@ __global__ void exponential_backward(View<const T, 3> A, View<const T, 3> B, Vie
 
   for (int t = 0; t < most; ++t) {  // P' = P P, L' = P L + L P
     const bool needed = t < halvings;
+    const T of_identity = t == 0 ? 2 : 1;
     make(group, l_1.next, needed, [&](T(&sum)[FOUR], int row, int column) {
       add_product(sum, e.now, l_1.now, row, column), add_product(sum, l_1.now, e.now, row, column);
       add_product(sum, l_2.now, u.now, row, column), add_product(sum, l_3.now, y.now, row, column);
+      if (t == 0) add(sum, l_1.now, row, column, T(2));
     });
     make(group, l_2.next, needed, [&](T(&sum)[FOUR], int row, int column) {
-      add_product(sum, e.now, l_2.now, row, column), add(sum, l_2.now, row, column, T(1));
+      add_product(sum, e.now, l_2.now, row, column), add(sum, l_2.now, row, column, of_identity);
       if (foh) add(sum, l_3.now, row, column, h);
     });
     make(group, l_3.next, needed, [&](T(&sum)[FOUR], int row, int column) {
-      add_product(sum, e.now, l_3.now, row, column), add(sum, l_3.now, row, column, T(1));
+      add_product(sum, e.now, l_3.now, row, column), add(sum, l_3.now, row, column, of_identity);
     });
     make(group, y.next, needed, [&](T(&sum)[FOUR], int row, int column) {
       add_product(sum, y.now, e.now, row, column);
-      add(sum, u.now, row, column, h), add(sum, y.now, row, column, T(1));
+      add(sum, u.now, row, column, h), add(sum, y.now, row, column, of_identity);
     });
     make(group, u.next, needed, [&](T(&sum)[FOUR], int row, int column) {
-      add_product(sum, u.now, e.now, row, column), add(sum, u.now, row, column, T(1));
+      add_product(sum, u.now, e.now, row, column), add(sum, u.now, row, column, of_identity);
     });
-    make(group, e.next, needed,
-         [&](T(&sum)[FOUR], int row, int column) { add_product(sum, e.now, e.now, row, column); });
+    make(group, e.next, needed, [&](T(&sum)[FOUR], int row, int column) {
+      add_product(sum, e.now, e.now, row, column);
+      if (t == 0) add(sum, e.now, row, column, T(2)), add_identity(sum, row, column);
+    });
     __syncwarp();
     e.turn(needed), u.turn(needed), y.turn(needed);
     l_1.turn(needed), l_2.turn(needed), l_3.turn(needed), h *= 2;
