@@ -25,6 +25,7 @@ FUNCTIONS = {  # and the modules of stages.families that they come from
     "axpy": "axpy",
     "discretize": "discretization",
     "discretize_matrix": "discretize_matrix",
+    "lstm": "lstm",
     "matmul": "matmul",
     "qkv": "qkv",
     "scan": "scan",

@@ -34,9 +34,11 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     return difference / reference.norm().item() if reference.any() else difference
 
 
-def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a function gives, as a tuple, also if it is a single tensor."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def outputs(result: Tensor | tuple) -> tuple[Tensor, ...]:
+    """What a function gives, as one tuple, also if it is a single tensor or has tuples inside."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(x for part in result for x in outputs(part))
 
 
 def output_names(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
