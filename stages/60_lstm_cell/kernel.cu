@@ -72,7 +72,8 @@ template <typename T, typename Sum = Accumulator<T>>
 __device__ __forceinline__ Gates<Sum> gates_of(View<const T, 2> z, int64_t batch, int64_t unit, int activation) {
   const int64_t units = z.size[1] / 4;
   return {sigmoid_of(Sum(z(batch, unit)), activation), sigmoid_of(Sum(z(batch, units + unit)), activation),
-          tanh_of(Sum(z(batch, 2 * units + unit)), activation), sigmoid_of(Sum(z(batch, 3 * units + unit)), activation)};
+          tanh_of(Sum(z(batch, 2 * units + unit)), activation),
+          sigmoid_of(Sum(z(batch, 3 * units + unit)), activation)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +186,8 @@ __global__ void lstm_cell_backward(View<const T, 2> dh,                     // [
 // One step of a tensor; of one that has no steps an empty matrix.
 template <typename T>
 View<T, 2> step_of(View<T, 3> x, int64_t t) {
-  return {x.data + (x.size[0] ? t * x.stride[0] : 0), {x.size[0] ? x.size[1] : 0, x.size[2]}, {x.stride[1], x.stride[2]}};
+  return {
+      x.data + (x.size[0] ? t * x.stride[0] : 0), {x.size[0] ? x.size[1] : 0, x.size[2]}, {x.stride[1], x.stride[2]}};
 }
 
 template <bool TURNED, typename T, typename Out>
