@@ -33,19 +33,20 @@ FUNCTIONS = {  # and the modules of stages.families that they come from
     "ssm_adaptive_unitary": "adaptive_unitary",
     "vlstm": "vlstm",
 }
+MODULES = ("LSTM",)  # of stages.modules
 ALIASES = {"selective_scan_fn": "selective_scan"}  # what Mamba calls it
-MODULES = ("LSTM",)  # of torch.nn, in stages.modules
 
 __all__ = ["BuildError", "KernelFault", "NotAvailable", "Stage", "StageNotFound", "load", "names"]
-__all__ += [*FUNCTIONS, *ALIASES, *MODULES]
+__all__ += [*FUNCTIONS, *MODULES, *ALIASES]
 
 
 def __getattr__(name: str) -> Any:
-    """A family's function, made when it is first asked for: to import this package costs nothing that is not used."""
+    """A family's function or a module, made when it is first asked for: the import costs nothing that is not used."""
     if name in ALIASES:
         return globals().get(ALIASES[name]) or __getattr__(ALIASES[name])
     if name in MODULES:
-        return getattr(importlib.import_module("stages.modules"), name)
+        globals()[name] = getattr(importlib.import_module("stages.modules"), name)
+        return globals()[name]
     if name not in FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     fastest = importlib.import_module("stages.toolkit.fastest").fastest
@@ -54,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *FUNCTIONS, *ALIASES, *MODULES})
+    return sorted({*globals(), *FUNCTIONS, *MODULES, *ALIASES})

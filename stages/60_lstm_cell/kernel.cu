@@ -1,187 +1,248 @@
-// Stage 60: the LSTM, step by step
+// Stage 60: an LSTM, two kernels for each step
 //
-// Problem   For each step, of all batches: z[t] = products[t] + h[t - 1] R^T, of which i, f, g, o are made, the cell
-//           c[t] = f c[t - 1] + i g and h[t] = o tanh(c[t]).  products, z [T, B, 4 H], R [4 H, H], h, c [T, B, H]. Backward:
-//           from dh[t] + dz[t + 1] R, which is what the loss gives to h[t] in all, the gradients dz[t], and so on.
-// Before    In the stages so far all steps of a sequence were made of the same few numbers of each channel, or could be
-//           computed at once. Here each needs all of h before it, and a matrix.
-// Idea      What does not wait is one large product for all steps, W x + b: `products`, a library's. What does is two
-//           kernels a step: the product with R, as in stage 12, and all that happens to one unit in one pass over memory,
-//           from the four gates to the new h. The gradients go back the same way; those of the weights are large products
-//           again, made when all dz are there.
-// Mapping   product: block: TILE batches x TILE outputs.  thread: one output.  pointwise: thread: one unit of one batch.
-// Cost      forward, float32, of each step, B a multiple of TILE, H one of DEPTH:
-//             global load sectors   B H (4 / TILE + 1 / 8) H / 2 for the product, 9 B H / 8 after it
-//             global store sectors  B H / 2, and B H / 4
-//           so R is read B / TILE times in each step, T times in all, and there are 2 T launches.
-// Limits    A step of a small batch does little and waits for two launches. Stage 61 launches once and keeps R.
+// Problem   z_t = P_t + h_(t-1) R^T, c_t = s(f) c_(t-1) + s(i) t(g), h_t = s(o) t(c_t), z = (i, f, g, o), over T steps;
+//           P = W x + b of all steps is there, [T, B, 4 H]. With zoneout h_t = h_(t-1) + m_t (s(o) t(c_t) - h_(t-1)).
+// Idea      A step is a product with all of R and some thirty operations a unit. The product is a tiled one; all else
+//           is one kernel, so that of the gates only z ever goes through memory. R h has to be whole before any unit
+//           goes on, and h before the next product: what keeps steps apart here is that a kernel ends. The launcher
+//           goes through all steps without Python. Backward the mirror: dz_t from dh_t and dc_t, then dh_(t-1) gets
+//           dz_t R. The gradient of R, dz^T h of all steps, is one large product, made outside.
+// Mapping   product: a block owns ROWS batches and COLS columns of z; thread (x, y) column x of EACH rows y + SIDE i.
+//           cell: a thread owns a unit of a batch, its four gates included.
+// Cost      float32, B and H multiples of 32; a step, b = B / 32 and n = H / 32
+//             launches              2
+//             global load sectors   product 1024 b n^2 + 512 b n, cell 640 b n; of R b 512 n^2: b times all of it
+//             global store sectors  product 512 b n, cell 256 b n
+//             shared wavefronts     5120 b n^2 loads, 256 b n^2 stores, no bank conflicts
+//             barriers              8 b n^2
+// Limits    R is read T times, and does not stay on the chip between steps: a kernel keeps nothing. With few batches a
+//           step is so short that its launches take longer than its work. Stage 61: the whole sequence in one kernel.
 // Run       python -m stages run 60
 
 #include <cmath>
 
 #include "common/device.h"
-#include "common/gates.h"
 #include "common/launch.h"
 #include "common/numeric.h"
 #include "common/view.h"
 
-constexpr int TILE = 16, DEPTH = 32;  // of a block of the product: batches and outputs; numbers of each at a time
-constexpr int THREADS = TILE * TILE;
+enum Activation { SOFT, HARD };  // sigmoid and tanh; straight lines, cut off
 
-// x[t], without its first dimension.
-template <typename T>
-__host__ View<T, 2> step(const View<T, 3>& x, int64_t t) {
-  return {x.size[0] ? &x(t, 0, 0) : x.data, {x.size[1], x.size[2]}, {x.stride[1], x.stride[2]}};
-}
-
-template <typename T>
-__host__ View<const T, 2> transposed(const View<const T, 2>& x) {
-  return {x.data, {x.size[1], x.size[0]}, {x.stride[1], x.stride[0]}};
-}
+constexpr int ROWS = 32;           // batches of a block
+constexpr int COLS = 32;           // its columns: a warp side by side
+constexpr int DEPTH = 32;          // of the tiles along the sum: a row of one is a request
+constexpr int SIDE = 8;            // warps of a block
+constexpr int EACH = ROWS / SIDE;  // rows of a thread: for a word of R, EACH multiplications
+constexpr int THREADS = 256;       // of a block of cells
+static_assert(COLS == 32 && DEPTH == 32, "lanes run along either");
 
 // ---------------------------------------------------------------------------------------------------------------------
-// c = a b, a [rows, length], b [length, columns]
-// grid (ceil(rows / TILE), ceil(columns / TILE)), block (TILE, TILE)
-template <typename T, typename Sum = Accumulator<T>>
-__global__ void product(View<const T, 2> a, View<const T, 2> b, View<Sum, 2> c) {
-  __shared__ Sum a_tile[TILE][DEPTH + 1], b_tile[TILE][DEPTH + 1];  // [row][k], [column][k]
-  const int64_t length = a.size[1], row0 = int64_t(blockIdx.x) * TILE, column0 = int64_t(blockIdx.y) * TILE;
-  const int64_t row = row0 + threadIdx.y, column = column0 + threadIdx.x;
-  const bool down = b.stride[0] <= b.stride[1];  // what lies side by side in b is numbers of one column
-  const int thread = threadIdx.y * TILE + threadIdx.x;
+// A function and its slope. NaN stays NaN; at a kink the slope is that of the line.
+template <typename Sum>
+struct Bent {
+  Sum value, slope;
+};
 
-  Sum sum = 0;
-  for (int64_t k0 = 0; k0 < length; k0 += DEPTH) {
-    for (int i = thread; i < TILE * DEPTH; i += THREADS) {
-      const int at = i / DEPTH, k = i % DEPTH;
-      a_tile[at][k] = row0 + at < c.size[0] && k0 + k < length ? Sum(a(row0 + at, k0 + k)) : Sum(0);
-      const int b_at = down ? at : i % TILE, b_k = down ? k : i / TILE;
-      b_tile[b_at][b_k] = column0 + b_at < c.size[1] && k0 + b_k < length ? Sum(b(k0 + b_k, column0 + b_at)) : Sum(0);
-    }
-    __syncthreads();  // the tiles are there
-    for (int k = 0; k < DEPTH; ++k) sum += a_tile[threadIdx.y][k] * b_tile[threadIdx.x][k];
-    __syncthreads();  // and nobody needs them any more
-  }
-  if (row < c.size[0] && column < c.size[1]) c(row, column) = sum;
-}
-
-// grid (ceil(batches H / THREADS)), block (THREADS)
-template <typename T, typename Sum = Accumulator<T>>
-__global__ void cell(View<const T, 2> products,     // [batches, 4 H]
-                     View<const Sum, 2> of_before,  // [batches, 4 H]: h R^T
-                     View<const T, 2> h_before, View<const Sum, 2> c_before, View<const Sum, 2> mask,  // or empty
-                     View<T, 2> h, View<Sum, 2> c_last, View<T, 2> z, View<Sum, 2> cells, bool hard) {
-  const int64_t hidden = h.size[1], index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= h.size[0] * hidden) return;
-  const int64_t batch = index / hidden, unit = index % hidden;
-  Sum gates[4];
-  UNROLL
-  for (int g = 0; g < 4; ++g) {
-    gates[g] = Sum(products(batch, g * hidden + unit)) + of_before(batch, g * hidden + unit);
-    if (z.size[0]) z(batch, g * hidden + unit) = T(gates[g]);
-  }
-  const Sum i = gate(gates[0], hard), f = gate(gates[1], hard), g = squashed(gates[2], hard), o = gate(gates[3], hard);
-  const Sum c = f * c_before(batch, unit) + i * g, made = o * squashed(c, hard);
-  if (mask.size[0]) {
-    const Sum old = Sum(h_before(batch, unit));
-    h(batch, unit) = T(old + mask(batch, unit) * (made - old));
-  } else {
-    h(batch, unit) = T(made);
-  }
-  c_last(batch, unit) = c;
-  if (cells.size[0]) cells(batch, unit) = c;
-}
-
-// From d, what the loss gives to h in all: dz, and what it gives to the cell before, in dc, and to the h before by itself.
-// grid (ceil(batches H / THREADS)), block (THREADS)
-template <typename T, typename Sum = Accumulator<T>>
-__global__ void cell_backward(View<const T, 2> dh, View<const Sum, 2> of_later,  // [batches, H]: dz R of the step after
-                              View<const Sum, 2> mask,                           // or empty
-                              View<const T, 2> z, View<const Sum, 2> cells, View<const Sum, 2> c_before, View<T, 2> dz,
-                              View<const Sum, 2> dc_after, View<Sum, 2> dc, View<Sum, 2> kept, bool last, bool hard) {
-  const int64_t hidden = dh.size[1], index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= dh.size[0] * hidden) return;
-  const int64_t batch = index / hidden, unit = index % hidden;
-  Sum d = Sum(dh(batch, unit));
-  if (!last) d += of_later(batch, unit) + (mask.size[0] ? kept(batch, unit) : Sum(0));
-  if (mask.size[0]) {
-    const Sum part = mask(batch, unit);
-    kept(batch, unit) = (1 - part) * d, d *= part;
-  }
-  const auto of = [&](int g) { return Sum(z(batch, g * hidden + unit)); };
-  const Sum i = gate(of(0), hard), f = gate(of(1), hard), g = squashed(of(2), hard), o = gate(of(3), hard);
-  const Sum seen = squashed(cells(batch, unit), hard);
-  const Sum of_cell = dc_after(batch, unit) + d * o * squashed_slope(seen, hard);
-  dz(batch, unit) = T(of_cell * g * gate_slope(i, hard));
-  dz(batch, hidden + unit) = T(of_cell * c_before(batch, unit) * gate_slope(f, hard));
-  dz(batch, 2 * hidden + unit) = T(of_cell * i * squashed_slope(g, hard));
-  dz(batch, 3 * hidden + unit) = T(d * seen * gate_slope(o, hard));
-  dc(batch, unit) = of_cell * f;
-}
-
-// What the loss gives to h0; without a step 0, and the cells' gradients as they are.
-// grid (ceil(batches H / THREADS)), block (THREADS)
-template <typename T, typename Sum = Accumulator<T>>
-__global__ void begin(View<const Sum, 2> of_later, View<const Sum, 2> kept, View<const Sum, 2> dc_last, View<T, 2> dh0,
-                      View<Sum, 2> dc0, bool steps) {
-  const int64_t hidden = dh0.size[1], index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= dh0.size[0] * hidden) return;
-  const int64_t batch = index / hidden, unit = index % hidden;
-  Sum d = 0;
-  if (steps) d = of_later(batch, unit) + (kept.size[0] ? kept(batch, unit) : Sum(0));
-  else dc0(batch, unit) = dc_last(batch, unit);
-  dh0(batch, unit) = T(d);
+template <typename Sum>
+__device__ __forceinline__ Sum clamped(Sum x, Sum low) {
+  return x < low ? low : x > 1 ? Sum(1) : x;
 }
 
 template <typename Sum>
-__global__ void copy(View<const Sum, 2> from, View<Sum, 2> to) {
-  const int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x, columns = to.size[1];
-  if (index < to.size[0] * columns) to(index / columns, index % columns) = from(index / columns, index % columns);
+__device__ __forceinline__ Bent<Sum> sigmoid_of(Sum x, int activation) {
+  if (activation == HARD) return {clamped(x / 8 + Sum(0.5), Sum(0)), std::abs(x) > 4 ? Sum(0) : Sum(0.125)};
+  const Sum value = 1 / (1 + std::exp(-x));
+  return {value, value * (1 - value)};
+}
+
+template <typename Sum>
+__device__ __forceinline__ Bent<Sum> tanh_of(Sum x, int activation) {
+  if (activation == HARD) return {clamped(x, Sum(-1)), std::abs(x) > 1 ? Sum(0) : Sum(1)};
+  const Sum value = std::tanh(x);
+  return {value, 1 - value * value};
+}
+
+// The four gates of a unit.
+template <typename Sum>
+struct Gates {
+  Bent<Sum> i, f, g, o;
+};
+
+template <typename T, typename Sum = Accumulator<T>>
+__device__ __forceinline__ Gates<Sum> gates_of(View<const T, 2> z, int64_t batch, int64_t unit, int activation) {
+  const int64_t units = z.size[1] / 4;
+  return {sigmoid_of(Sum(z(batch, unit)), activation), sigmoid_of(Sum(z(batch, units + unit)), activation),
+          tanh_of(Sum(z(batch, 2 * units + unit)), activation),
+          sigmoid_of(Sum(z(batch, 3 * units + unit)), activation)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-template <typename T>
-void multiply(const View<const T, 2>& a, const View<const T, 2>& b, const View<Accumulator<T>, 2>& c, Stream stream) {
-  launch<product<T>>({ceil_div(c.size[0], TILE), ceil_div(c.size[1], TILE)}, dim3(TILE, TILE), 0, stream, a, b, c);
+// out = base + a R^T, or a R if not TURNED. `base` may be `out`: each word is read and written by one thread.
+// grid (ceil(rows / ROWS) * ceil(cols / COLS)), block (COLS, SIDE)
+template <bool TURNED, typename T, typename Out>
+__global__ void lstm_product(View<const T, 2> a,       // [rows, inner]: h before the step, or dz of it
+                             View<const T, 2> r,       // [cols, inner] if TURNED, else [inner, cols]
+                             View<const Out, 2> base,  // [rows, cols]
+                             View<Out, 2> out) {       // [rows, cols]
+  using Sum = Accumulator<T>;
+  __shared__ Sum a_tile[ROWS][DEPTH];
+  __shared__ Sum r_tile[DEPTH][COLS + 1];  // padded: a column is written by lanes along the sum
+
+  const int64_t rows = out.size[0], cols = out.size[1], inner = a.size[1], across = ceil_div(cols, COLS);
+  const int64_t row0 = blockIdx.x / across * ROWS, col0 = blockIdx.x % across * COLS;
+  const int x = threadIdx.x, y = threadIdx.y;
+
+  Sum sum[EACH] = {};
+  for (int64_t k0 = 0; k0 < inner; k0 += DEPTH) {
+    // Past an edge stands a zero. Lanes run along what lies side by side in memory: of R^T that is the sum.
+    for (int i = y; i < ROWS; i += SIDE) {
+      a_tile[i][x] = row0 + i < rows && k0 + x < inner ? Sum(a(row0 + i, k0 + x)) : Sum(0);
+    }
+    for (int i = y; i < 32; i += SIDE) {
+      const int k = TURNED ? x : i, col = TURNED ? i : x;
+      const bool inside = k0 + k < inner && col0 + col < cols;
+      r_tile[k][col] = inside ? Sum(TURNED ? r(col0 + col, k0 + k) : r(k0 + k, col0 + col)) : Sum(0);
+    }
+    __syncthreads();  // both tiles are whole before anyone reads them
+
+    for (int k = 0; k < DEPTH; ++k) {
+      const Sum word = r_tile[k][x];
+      UNROLL
+      for (int i = 0; i < EACH; ++i) sum[i] += a_tile[y + SIDE * i][k] * word;  // of a one word for the warp
+    }
+    __syncthreads();  // everyone has read before the next tiles overwrite
+  }
+
+  const int64_t col = col0 + x;
+  UNROLL
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t row = row0 + y + SIDE * i;
+    if (row < rows && col < cols) out(row, col) = Out(Sum(base(row, col)) + sum[i]);
+  }
 }
 
-void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h, Output<2> c_last,
-                  Output<3> z, Output<3> cells, int activation, Output<2> of_before, Stream stream) {
+// ---------------------------------------------------------------------------------------------------------------------
+// c and h of a step from its z. `c_before` may be `c`.
+// grid (ceil(B H / THREADS)), block (THREADS)
+template <typename T>
+__global__ void lstm_cell(View<const T, 2> z,                      // [B, 4 H]
+                          View<const T, 2> h_before,               // [B, H], for zoneout
+                          View<const Accumulator<T>, 2> c_before,  // [B, H]
+                          View<const Accumulator<T>, 2> mask,      // [B, H] or empty: how much of h is new
+                          View<T, 2> h,                            // [B, H]
+                          View<Accumulator<T>, 2> c,               // [B, H]
+                          View<Accumulator<T>, 2> kept,            // [B, H] or empty: c again, for the backward
+                          int activation) {
+  using Sum = Accumulator<T>;
+  const int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= h.size[0] * h.size[1]) return;
+  const int64_t batch = index / h.size[1], unit = index % h.size[1];
+
+  const Gates<Sum> gates = gates_of(z, batch, unit, activation);
+  const Sum state = gates.f.value * c_before(batch, unit) + gates.i.value * gates.g.value;
+  Sum output = gates.o.value * tanh_of(state, activation).value;
+  if (mask.size[0]) {
+    const Sum before = Sum(h_before(batch, unit));
+    output = before + mask(batch, unit) * (output - before);
+  }
+  h(batch, unit) = T(output);
+  c(batch, unit) = state;
+  if (kept.size[0]) kept(batch, unit) = state;
+}
+
+// dz of a step, dc before it, and of dh before it what does not come through z. `dc` may be `dc_before`.
+// grid (ceil(B H / THREADS)), block (THREADS)
+template <typename T>
+__global__ void lstm_cell_backward(View<const T, 2> dh,                     // [B, H]: of the step's own h
+                                   View<const Accumulator<T>, 2> dc,        // [B, H]
+                                   View<const T, 2> z,                      // [B, 4 H]
+                                   View<const Accumulator<T>, 2> c_before,  // [B, H]
+                                   View<const Accumulator<T>, 2> c,         // [B, H]
+                                   View<const Accumulator<T>, 2> mask,      // [B, H] or empty
+                                   View<T, 2> dz,                           // [B, 4 H]
+                                   View<Accumulator<T>, 2> dh_carried,      // [B, H]: in from the steps after, and out
+                                   View<Accumulator<T>, 2> dc_before,       // [B, H]
+                                   bool last, int activation) {
+  using Sum = Accumulator<T>;
+  const int64_t units = dh.size[1], index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= dh.size[0] * units) return;
+  const int64_t batch = index / units, unit = index % units;
+
+  const Gates<Sum> gates = gates_of(z, batch, unit, activation);
+  const Bent<Sum> seen = tanh_of(c(batch, unit), activation);
+  const Sum of_h = Sum(dh(batch, unit)) + (last ? Sum(0) : dh_carried(batch, unit));
+  const Sum part = mask.size[0] ? mask(batch, unit) : Sum(1), of_new = part * of_h;
+  const Sum of_c = dc(batch, unit) + of_new * gates.o.value * seen.slope;
+
+  dz(batch, unit) = T(of_c * gates.g.value * gates.i.slope);
+  dz(batch, units + unit) = T(of_c * c_before(batch, unit) * gates.f.slope);
+  dz(batch, 2 * units + unit) = T(of_c * gates.i.value * gates.g.slope);
+  dz(batch, 3 * units + unit) = T(of_new * seen.value * gates.o.slope);
+  dh_carried(batch, unit) = of_h - of_new;
+  dc_before(batch, unit) = of_c * gates.f.value;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One step of a tensor; of one that has no steps an empty matrix.
+template <typename T>
+View<T, 2> step_of(View<T, 3> x, int64_t t) {
+  return {
+      x.data + (x.size[0] ? t * x.stride[0] : 0), {x.size[0] ? x.size[1] : 0, x.size[2]}, {x.stride[1], x.stride[2]}};
+}
+
+template <bool TURNED, typename T, typename Out>
+void start_product(View<const T, 2> a, View<const T, 2> r, View<const Out, 2> base, View<Out, 2> out, Stream stream) {
+  const int64_t blocks = ceil_div(out.size[0], ROWS) * ceil_div(out.size[1], COLS);
+  launch<lstm_product<TURNED, T, Out>>({blocks}, dim3(COLS, SIDE), 0, stream, a, r, base, out);
+}
+
+template <typename T>
+void start_step(View<const T, 2> products, View<const T, 2> weight_hh, View<const T, 2> h_before,
+                View<const Accumulator<T>, 2> c_before, View<const Accumulator<T>, 2> mask, View<T, 2> h,
+                View<Accumulator<T>, 2> c, View<T, 2> z, View<Accumulator<T>, 2> kept, int activation, Stream stream) {
+  start_product<true>(h_before, weight_hh, products, z, stream);
+  launch<lstm_cell<T>>({ceil_div(h.size[0] * h.size[1], THREADS)}, dim3(THREADS), 0, stream, read_only(z), h_before,
+                       c_before, mask, h, c, kept, activation);
+}
+
+// z has all steps, or one, which is then that in hand.
+void lstm_forward(Input<3> products, Input<2> weight_hh, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h,
+                  Output<2> c_last, Output<3> z, Output<3> cells, int activation, Stream stream) {
   dispatch_floating(h.dtype, [&]<typename T>() {
     using Sum = Accumulator<T>;
-    const auto all = h.as<T>();
-    const auto c = c_last.as<Sum>(), sums = of_before.as<Sum>();
-    const Grid grid{ceil_div(h.size[1] * h.size[2], THREADS)};
-    if (h.size[0] == 0) launch<copy<Sum>>(grid, dim3(THREADS), 0, stream, c0.as<Sum>(), c);
+    const View<Sum, 2> c = c_last.as<Sum>();
     for (int64_t t = 0; t < h.size[0]; ++t) {
-      const auto h_before = t == 0 ? h0.as<T>() : read_only(step(all, t - 1));
-      const auto c_before = t == 0 ? c0.as<Sum>() : read_only(c);
-      multiply(h_before, transposed(R.as<T>()), sums, stream);
-      launch<cell<T>>(grid, dim3(THREADS), 0, stream, step(products.as<T>(), t), read_only(sums), h_before, c_before,
-                      step(mask.as<Sum>(), t), step(all, t), c, step(z.as<T>(), t), step(cells.as<Sum>(), t),
-                      activation == 1);
+      start_step<T>(step_of(products.as<T>(), t), weight_hh.as<T>(),
+                    t ? read_only(step_of(h.as<T>(), t - 1)) : h0.as<T>(), t ? read_only(c) : c0.as<Sum>(),
+                    step_of(mask.as<Sum>(), t), step_of(h.as<T>(), t), c, step_of(z.as<T>(), z.size[0] == 1 ? 0 : t),
+                    step_of(cells.as<Sum>(), t), activation, stream);
     }
   });
 }
 
-void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> R, Input<2> c0, Input<3> mask, Input<3> z, Input<3> cells,
-                   Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Output<2> of_later, Output<2> kept,
-                   Stream stream) {
+void lstm_step(Input<2> products, Input<2> weight_hh, Input<2> h_before, Input<2> c_before, Input<2> mask, Output<2> h,
+               Output<2> c, Output<2> z, int activation, Stream stream) {
+  dispatch_floating(h.dtype, [&]<typename T>() {
+    using Sum = Accumulator<T>;
+    start_step<T>(products.as<T>(), weight_hh.as<T>(), h_before.as<T>(), c_before.as<Sum>(), mask.as<Sum>(), h.as<T>(),
+                  c.as<Sum>(), z.as<T>(), View<Sum, 2>(), activation, stream);
+  });
+}
+
+void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> weight_hh, Input<2> c0, Input<3> mask, Input<3> z,
+                   Input<3> cells, Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Stream stream) {
   dispatch_floating(dz.dtype, [&]<typename T>() {
     using Sum = Accumulator<T>;
-    const auto dc = dc0.as<Sum>(), sums = of_later.as<Sum>(), keeps = kept.as<Sum>();
-    const int64_t seq = dz.size[0];
-    const Grid grid{ceil_div(dh0.size[0] * dh0.size[1], THREADS)};
-    for (int64_t t = seq - 1; t >= 0; --t) {
-      const bool last = t == seq - 1;
-      const auto dc_after = last ? dc_last.as<Sum>() : read_only(dc);
-      const auto c_before = t > 0 ? step(cells.as<Sum>(), t - 1) : c0.as<Sum>();
-      launch<cell_backward<T>>(grid, dim3(THREADS), 0, stream, step(dh.as<T>(), t), read_only(sums),
-                               step(mask.as<Sum>(), t), step(z.as<T>(), t), step(cells.as<Sum>(), t), c_before,
-                               step(dz.as<T>(), t), dc_after, dc, keeps, last, activation == 1);
-      multiply(read_only(step(dz.as<T>(), t)), R.as<T>(), sums, stream);
+    const View<Sum, 2> dh_carried = dh0.as<Sum>(), dc = dc0.as<Sum>();
+    for (int64_t t = dh.size[0] - 1; t >= 0; --t) {
+      const bool last = t == dh.size[0] - 1;
+      const View<T, 2> dz_step = step_of(dz.as<T>(), t);
+      launch<lstm_cell_backward<T>>({ceil_div(dc.size[0] * dc.size[1], THREADS)}, dim3(THREADS), 0, stream,
+                                    step_of(dh.as<T>(), t), last ? dc_last.as<Sum>() : read_only(dc),
+                                    step_of(z.as<T>(), t), t ? step_of(cells.as<Sum>(), t - 1) : c0.as<Sum>(),
+                                    step_of(cells.as<Sum>(), t), step_of(mask.as<Sum>(), t), dz_step, dh_carried, dc,
+                                    last, activation);
+      start_product<false>(read_only(dz_step), weight_hh.as<T>(), read_only(dh_carried), dh_carried, stream);
     }
-    launch<begin<T>>(grid, dim3(THREADS), 0, stream, read_only(sums), read_only(keeps), dc_last.as<Sum>(), dh0.as<T>(),
-                     dc, seq > 0);
   });
 }

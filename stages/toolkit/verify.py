@@ -35,8 +35,10 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 
 def outputs(result: Tensor | tuple) -> tuple[Tensor, ...]:
-    """What a function gives, as one tuple: also if it is a single tensor, or has tuples within."""
-    return (result,) if isinstance(result, Tensor) else tuple(x for part in result for x in outputs(part))
+    """What a function gives, as one tuple, also if it is a single tensor or has tuples inside."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(x for part in result for x in outputs(part))
 
 
 def output_names(family: ModuleType, options: Mapping[str, object]) -> tuple[str, ...]:
