@@ -11,25 +11,30 @@ __device__ __forceinline__ Sum log_sigmoid(Sum x) {
   return (x < 0 ? x : Sum(0)) - std::log1p(std::exp(x < 0 ? x : -x));
 }
 
+// What an LSTM makes of a gate and of a cell: sigmoid and tanh; or straight lines, cut off.
+enum Activation { SOFT, HARD };
+
+// A function and its slope. NaN stays NaN; at a kink the slope is that of the line.
 template <typename Sum>
-__device__ __forceinline__ Sum clamped(Sum x, Sum least) {
-  return x < least ? least : x > 1 ? Sum(1) : x;
+struct Bent {
+  Sum value, slope;
+};
+
+template <typename Sum>
+__device__ __forceinline__ Sum clamped(Sum x, Sum low) {
+  return x < low ? low : x > 1 ? Sum(1) : x;
 }
-// A gate of an LSTM, from 0 to 1, and what its cells see, from -1 to 1: a sigmoid and tanh, or the hard ones, of pieces.
+
 template <typename Sum>
-__device__ __forceinline__ Sum gate(Sum x, bool hard) {
-  return hard ? clamped(x / 8 + Sum(0.5), Sum(0)) : 1 / (1 + std::exp(-x));
+__device__ __forceinline__ Bent<Sum> sigmoid_of(Sum x, int activation) {
+  if (activation == HARD) return {clamped(x / 8 + Sum(0.5), Sum(0)), std::abs(x) > 4 ? Sum(0) : Sum(0.125)};
+  const Sum value = 1 / (1 + std::exp(-x));
+  return {value, value * (1 - value)};
 }
+
 template <typename Sum>
-__device__ __forceinline__ Sum squashed(Sum x, bool hard) {
-  return hard ? clamped(x, Sum(-1)) : std::tanh(x);
-}
-// Their derivatives, from the results; of the hard ones 0 where they are at an end.
-template <typename Sum>
-__device__ __forceinline__ Sum gate_slope(Sum y, bool hard) {
-  return hard ? (y > 0 && y < 1 ? Sum(0.125) : Sum(0)) : y * (1 - y);
-}
-template <typename Sum>
-__device__ __forceinline__ Sum squashed_slope(Sum y, bool hard) {
-  return hard ? (y > -1 && y < 1 ? Sum(1) : Sum(0)) : 1 - y * y;
+__device__ __forceinline__ Bent<Sum> tanh_of(Sum x, int activation) {
+  if (activation == HARD) return {clamped(x, Sum(-1)), std::abs(x) > 1 ? Sum(0) : Sum(1)};
+  const Sum value = std::tanh(x);
+  return {value, 1 - value * value};
 }

@@ -19,14 +19,11 @@
 //           step is so short that its launches take longer than its work. Stage 61: the whole sequence in one kernel.
 // Run       python -m stages run 60
 
-#include <cmath>
-
 #include "common/device.h"
+#include "common/gates.h"
 #include "common/launch.h"
 #include "common/numeric.h"
 #include "common/view.h"
-
-enum Activation { SOFT, HARD };  // sigmoid and tanh; straight lines, cut off
 
 constexpr int ROWS = 32;           // batches of a block
 constexpr int COLS = 32;           // its columns: a warp side by side
@@ -37,31 +34,6 @@ constexpr int THREADS = 256;       // of a block of cells
 static_assert(COLS == 32 && DEPTH == 32, "lanes run along either");
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A function and its slope. NaN stays NaN; at a kink the slope is that of the line.
-template <typename Sum>
-struct Bent {
-  Sum value, slope;
-};
-
-template <typename Sum>
-__device__ __forceinline__ Sum clamped(Sum x, Sum low) {
-  return x < low ? low : x > 1 ? Sum(1) : x;
-}
-
-template <typename Sum>
-__device__ __forceinline__ Bent<Sum> sigmoid_of(Sum x, int activation) {
-  if (activation == HARD) return {clamped(x / 8 + Sum(0.5), Sum(0)), std::abs(x) > 4 ? Sum(0) : Sum(0.125)};
-  const Sum value = 1 / (1 + std::exp(-x));
-  return {value, value * (1 - value)};
-}
-
-template <typename Sum>
-__device__ __forceinline__ Bent<Sum> tanh_of(Sum x, int activation) {
-  if (activation == HARD) return {clamped(x, Sum(-1)), std::abs(x) > 1 ? Sum(0) : Sum(1)};
-  const Sum value = std::tanh(x);
-  return {value, 1 - value * value};
-}
-
 // The four gates of a unit.
 template <typename Sum>
 struct Gates {

@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             View<Sum, 2> c_last,        // [batches, H]: meanwhile, the cells
             View<T, 3> z,               // [seq, batches, 4 H], or empty
             View<Sum, 3> cells,         // [seq, batches, H], or empty
-            bool hard, bool wide_start, bool wide, unsigned* arrived) {
+            int activation, bool wide_start, bool wide, unsigned* arrived) {
   constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS;
   DYNAMIC_SHARED(unsigned char, shared);
   const int64_t seq = h.size[0], batches = h.size[1];
@@ -363,8 +363,9 @@ __global__ void __launch_bounds__(THREADS, 1)
       UNROLL
       for (int g = 0; g < FOUR; ++g) sums[g] = now.products[g];
       product.add(sums, chunk, threadIdx.x / UNITS, threadIdx.x % UNITS * FOUR);
-      const Sum i = gate(sums[0], hard), f = gate(sums[1], hard), g = squashed(sums[2], hard), o = gate(sums[3], hard);
-      const Sum c = f * now.c + i * g, made = o * squashed(c, hard);
+      const Sum i = sigmoid_of(sums[0], activation).value, f = sigmoid_of(sums[1], activation).value;
+      const Sum g = tanh_of(sums[2], activation).value, o = sigmoid_of(sums[3], activation).value;
+      const Sum c = f * now.c + i * g, made = o * tanh_of(c, activation).value;
       h(t, batch, unit) = T(mask.size[0] ? now.old + now.part * (made - now.old) : made);
       c_last(batch, unit) = c;
       if (cells.size[0]) {
@@ -389,11 +390,11 @@ __global__ void __launch_bounds__(THREADS, 1)
              View<const T, 3> z,          // [seq, batches, 4 H]
              View<const Sum, 3> cells,    // [seq, batches, H]
              View<T, 3> dz,               // [seq, batches, 4 H]
-             View<T, 2> dh0,              // [batches, H]
+             View<Sum, 2> dh0,            // [batches, H]
              View<Sum, 2> dc0,            // [batches, H]: meanwhile, the gradients of the cells
              View<Sum, 3> handed,         // [blocks, batches, OUTPUTS]: sums for the others of the FOUR
              View<Sum, 2> kept,           // [batches, H]: what h[t + 1] gives to h[t] by itself, or empty
-             bool hard, bool wide, unsigned* arrived) {
+             int activation, bool wide, unsigned* arrived) {
   constexpr int UNITS = Shape::UNITS, ROWS = Shape::ROWS;
   DYNAMIC_SHARED(unsigned char, shared);
   const int64_t seq = dz.size[0], batches = dz.size[1];
@@ -433,27 +434,27 @@ __global__ void __launch_bounds__(THREADS, 1)
       if (mask.size[0]) d += kept(batch, unit);
     }
     if (t < 0) {
-      dh0(batch, unit) = T(d);
+      dh0(batch, unit) = d;
       return;
     }
     d += given.dh;
     if (mask.size[0]) kept(batch, unit) = (1 - given.part) * d, d *= given.part;
-    const Sum i = gate(given.z[0], hard), f = gate(given.z[1], hard);
-    const Sum g = squashed(given.z[2], hard), o = gate(given.z[3], hard), seen = squashed(given.c, hard);
-    const Sum dc = dc0(batch, unit) + d * o * squashed_slope(seen, hard);
-    dz(t, batch, unit) = T(dc * g * gate_slope(i, hard));
-    dz(t, batch, unit + hidden) = T(dc * given.c_before * gate_slope(f, hard));
-    dz(t, batch, unit + int64_t(2) * hidden) = T(dc * i * squashed_slope(g, hard));
-    dz(t, batch, unit + int64_t(3) * hidden) = T(d * seen * gate_slope(o, hard));
-    dc0(batch, unit) = dc * f;
+    const Bent<Sum> i = sigmoid_of(given.z[0], activation), f = sigmoid_of(given.z[1], activation);
+    const Bent<Sum> g = tanh_of(given.z[2], activation), o = sigmoid_of(given.z[3], activation);
+    const Bent<Sum> seen = tanh_of(given.c, activation);
+    const Sum dc = dc0(batch, unit) + d * o.value * seen.slope;
+    dz(t, batch, unit) = T(dc * g.value * i.slope);
+    dz(t, batch, unit + hidden) = T(dc * given.c_before * f.slope);
+    dz(t, batch, unit + int64_t(2) * hidden) = T(dc * i.value * g.slope);
+    dz(t, batch, unit + int64_t(3) * hidden) = T(d * seen.value * o.slope);
+    dc0(batch, unit) = dc * f.value;
   };
 
   for (int64_t i = threadIdx.x; i < batches * UNITS; i += THREADS) {
     const Given here = place(i);
     if (here.mine) dc0(here.batch, here.unit) = dc_last(here.batch, here.unit);
-    if (here.mine && seq == 0) dh0(here.batch, here.unit) = T(0);
   }
-  for (int64_t t = seq - 1; t >= -1 && seq > 0; --t) {
+  for (int64_t t = seq - 1; t >= -1; --t) {
     const unsigned number = unsigned(seq - 1 - t);  // how many steps there are after t
     if (number > 0) {
       meet(arrived, 0, gridDim.x, number);
@@ -496,34 +497,37 @@ bool is_wide(const T* data, int64_t of_batch, int64_t of_k, int64_t hidden) {
          hidden * int64_t(sizeof(T)) % 16 == 0;
 }
 
-void lstm_forward(Input<3> products, Input<2> R, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h, Output<2> c_last,
-                  Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units, Stream stream) {
+void lstm_forward(Input<3> products, Input<2> weight_hh, Input<2> h0, Input<2> c0, Input<3> mask, Output<3> h,
+                  Output<2> c_last, Output<3> z, Output<3> cells, int activation, InOut<1> arrived, int units,
+                  Stream stream) {
   const int64_t hidden = h.size[2];
+  if (h.size[1] == 0 || hidden == 0) return;
   with_shape(h.dtype, units, hidden, [&]<typename Shape>() {
     using T = typename Shape::T;
     using Sum = typename Shape::Sum;
     const auto start = h0.as<T>();
     const auto out = h.as<T>();
     launch_together<forward<Shape>>(
-        {arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream, products.as<T>(), R.as<T>(),
-        start, c0.as<Sum>(), mask.as<Sum>(), out, c_last.as<Sum>(), z.as<T>(), cells.as<Sum>(), activation == 1,
-        is_wide(start.data, start.stride[0], start.stride[1], hidden),
+        {arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream, products.as<T>(),
+        weight_hh.as<T>(), start, c0.as<Sum>(), mask.as<Sum>(), out, c_last.as<Sum>(), z.as<T>(), cells.as<Sum>(),
+        activation, is_wide(start.data, start.stride[0], start.stride[1], hidden),
         is_wide(out.data, out.stride[1], out.stride[2], hidden), static_cast<unsigned*>(arrived.data));
   });
 }
 
-void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> R, Input<2> c0, Input<3> mask, Input<3> z, Input<3> cells,
-                   Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Output<3> handed, Output<2> kept,
-                   InOut<1> arrived, int units, Stream stream) {
-  const int64_t hidden = R.size[1];
+void lstm_backward(Input<3> dh, Input<2> dc_last, Input<2> weight_hh, Input<2> c0, Input<3> mask, Input<3> z,
+                   Input<3> cells, Output<3> dz, Output<2> dh0, Output<2> dc0, int activation, Output<3> handed,
+                   Output<2> kept, InOut<1> arrived, int units, Stream stream) {
+  const int64_t hidden = weight_hh.size[1];
+  if (dh.size[1] == 0 || hidden == 0) return;
   with_shape(dz.dtype, units, hidden, [&]<typename Shape>() {
     using T = typename Shape::T;
     using Sum = typename Shape::Sum;
     const auto out = dz.as<T>();
-    launch_together<backward<Shape>>({arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream,
-                                     dh.as<T>(), dc_last.as<Sum>(), R.as<T>(), c0.as<Sum>(), mask.as<Sum>(), z.as<T>(),
-                                     cells.as<Sum>(), out, dh0.as<T>(), dc0.as<Sum>(), handed.as<Sum>(), kept.as<Sum>(),
-                                     activation == 1, is_wide(out.data, out.stride[1], out.stride[2], hidden),
-                                     static_cast<unsigned*>(arrived.data));
+    launch_together<backward<Shape>>(
+        {arrived.size[0] / 2}, dim3(THREADS), Product<Shape>::bytes(int(hidden)), stream, dh.as<T>(), dc_last.as<Sum>(),
+        weight_hh.as<T>(), c0.as<Sum>(), mask.as<Sum>(), z.as<T>(), cells.as<Sum>(), out, dh0.as<Sum>(), dc0.as<Sum>(),
+        handed.as<Sum>(), kept.as<Sum>(), activation, is_wide(out.data, out.stride[1], out.stride[2], hidden),
+        static_cast<unsigned*>(arrived.data));
   });
 }

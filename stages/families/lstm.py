@@ -77,6 +77,25 @@ DTYPES = FLOATING
 INCUMBENT = "torch.nn.LSTM"  # cuDNN's
 
 ACTIVATIONS = ("soft", "hard")  # as the kernels number them
+GATES = 4
+WORDS = torch.int32  # of what blocks tell each other
+
+# Of stage 61: a block has so many hidden units, and the R of the largest H goes into the blocks' registers.
+UNITS = {4: 512, 8: 1024}
+MOST_UNITS_OF_DOUBLE = 4
+CPU_BLOCKS = 64  # that the CPU device keeps at once
+
+
+def cut(hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int] | None:
+    """Hidden units of a block of stage 61, and its blocks: a multiple of 4, all at once. None: there is no such cut."""
+    at_once = CPU_BLOCKS
+    if device.type == "cuda":
+        at_once = torch.cuda.get_device_properties(device).multi_processor_count
+    for units, most in UNITS.items():
+        blocks = GATES * -(-hidden // (GATES * units))
+        if hidden <= most and blocks <= at_once and (units <= MOST_UNITS_OF_DOUBLE or dtype is not torch.float64):
+            return units, blocks
+    return None
 
 
 def launch_forward(kernels: Kernels, products: Tensor, *others: object) -> None:
@@ -95,6 +114,7 @@ def define(
     *,
     launch_forward: Callable[..., None] = launch_forward,
     launch_backward: Callable[..., None] = launch_backward,
+    check_size: Callable[[Tensor], None] = lambda weight_hh: None,
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:
     """Register the operators of a stage and return its public function.
 
@@ -110,6 +130,7 @@ def define(
             c_last, z, cells, activation)`.
         launch_backward: How the backward is launched, `launch_backward(kernels, dh, dc_last, weight_hh, c0, mask, z,
             cells, dz, dh0, dc0, activation)`.
+        check_size: Raises a ValueError if a weight_hh is too large for the stage.
     """
 
     def run(products, weight_hh, h0, c0, mask, activation=0, save=True) -> tuple[Tensor, ...]:
@@ -142,8 +163,9 @@ def define(
         dz, dh0, dc0 = compute_backward(dh, dc_last, weight_hh, c0, mask, z, cells, ctx.activation)
         dweight = None
         if ctx.needs_input_grad[1]:
-            before = torch.cat((h0[None], h))[:-1]
-            dweight = dz.flatten(0, 1).mT @ before.flatten(0, 1)
+            dweight = torch.zeros_like(weight_hh)
+            if len(h):
+                dweight = torch.addmm(dz[0].mT @ h0, dz[1:].flatten(0, 1).mT, h[:-1].flatten(0, 1))
         return dz, dweight, dh0.to(h0.dtype), dc0, None, None, None
 
     def run_backward(dh, dc_last, weight_hh, c0, mask, z, cells, activation) -> tuple[Tensor, ...]:
@@ -223,7 +245,8 @@ def define(
             TypeError: A tensor is none, is not dense, or has another dtype than those above, or an option is of the
                 wrong type.
             ValueError: A tensor has another number of dimensions, the sizes do not fit each other, the devices differ,
-                the activation is unknown, or a probability is none (recurrent_dropout has to be below 1).
+                the activation is unknown, a probability is none (recurrent_dropout has to be below 1), or the stage
+                has no place for such an H.
             KernelFault: The CPU device caught the kernel doing what it may not.
 
         Example:
@@ -236,6 +259,7 @@ def define(
         """
         options = dict(recurrent_dropout=recurrent_dropout, zoneout=zoneout, training=training, generator=generator)
         check(x, weight_ih, weight_hh, bias, h0, c0, activation=activation, **options)
+        check_size(weight_hh)
         seq, batch, _ = x.shape
         hidden, sums = weight_hh.shape[1], accumulator(x.dtype)
         products = F.linear(x, weight_ih, bias)
@@ -344,7 +368,7 @@ def check_probability(name: str, value: object, allowed: str, excluded: bool = F
         raise ValueError(f"{CALL}: {name} is {value}; allowed: {allowed}")
 
 
-FASTEST = ("60_lstm_cell",)
+FASTEST = ("61_lstm_persistent", "60_lstm_cell")
 
 
 def choose(
@@ -361,10 +385,12 @@ def choose(
     training: bool = True,
     generator: torch.Generator | None = None,
 ) -> Choice:
-    """There is one."""
+    """By H: stage 61 keeps weight_hh in registers, as far as they go."""
     options = dict(recurrent_dropout=recurrent_dropout, zoneout=zoneout, training=training, generator=generator)
     check(x, weight_ih, weight_hh, bias, h0, c0, activation=activation, **options)
-    return Choice("60_lstm_cell", "the only one")
+    if cut(weight_hh.shape[1], x.dtype, x.device):
+        return Choice("61_lstm_persistent", "one launch for all steps, weight_hh stays in registers")
+    return Choice("60_lstm_cell", "weight_hh does not fit into the registers of this device, for stage 61")
 
 
 def make(
