@@ -26,9 +26,8 @@ class TestLstmPersistent(LstmCases):
                 name: sum(s.requests for s in report.sites if s.name == name and s.space == "global")
                 for name in ("weight_hh", "h", "products")
             }
-        assert (
-            len({counts["weight_hh"] for counts in requests.values()}) == 1 and requests[2]["weight_hh"]
-        )  # once, however many steps there are
+        once = {counts["weight_hh"] for counts in requests.values()}  # however many steps there are
+        assert len(once) == 1 and 0 not in once
         for name in ("h", "products"):
             steps = [requests[n + 1][name] - requests[n][name] for n in (2,)]
             assert requests[6][name] == requests[2][name] + 4 * steps[0]
@@ -36,6 +35,11 @@ class TestLstmPersistent(LstmCases):
     def test_the_closed_forms_hold_where_the_readme_uses_them(self):
         """It uses none."""
         assert self.stage.cost is None
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_a_little_more_than_two_tiles(self, dtype, device):
+        """Of batches two chunks of 16 and one more, of units two groups of 16 and one more."""
+        self.check((2, 33, 3, 33), dtype, device)
 
     @pytest.mark.parametrize("sizes", [(2, 17, 3, 40), (2, 3, 2, 300), (3, 34, 2, 8)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
