@@ -15,6 +15,7 @@ A family is a module of this package with these names:
     OUTPUTS         if the function gives several tensors: their names, as keys of the tolerances ("output", if one); a
                     function of the options where they depend on these
     COMPILED        true of a family whose incumbent `bench` compiles; it then measures the backward, too
+    BACKWARD        true of a family of which it does so without compiling anything
     work(sizes, itemsize)                   floating-point operations and bytes that no kernel can avoid
     SWEEP, backward_work                    if they are there: like BENCH, what stages are compared at, with one size
                                             growing; like `work`, of the backward alone

@@ -74,7 +74,8 @@ def _on_gpu(stage: Stage, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[
     calls = {name: partial(call, **options) for name, call in calls.items()}
     with float32_products(tf32):
         own, other, *more = in_turn(list(calls.values()), inputs)
-        backward = _with_backward(calls, inputs) if formula and stage.gradients else {}
+        both = stage.gradients and (formula or getattr(family, "BACKWARD", False))
+        backward = _with_backward(calls, inputs) if both else {}
     operations, moved = family.work(sizes, dtype.itemsize, **options)
     bandwidth, rate = copy_bandwidth(), matmul_rate(dtype, tf32)
     floor = {"memory": moved / bandwidth * 1e3, "arithmetic": operations / rate * 1e3}  # ms that no kernel can undercut

@@ -2,9 +2,9 @@
 
     python -m stages.toolkit.dispatch --out stages/measured/dispatch.json
 
-One problem after the other, without gradients: stage 60's steps launched by Python one by one, by one call from C++, and
-by a CUDA graph of that call; stage 61, which is one launch; and torch.nn.LSTM. Of each the median time from the call to
-the end of its work, in ms; and beside them what stage 60's kernels take by themselves, as the profiler has it.
+One problem after the other, without gradients: stage 60's steps launched by Python one by one, by one call from C++,
+and by a CUDA graph of that call; stage 61, which is one launch; and torch.nn.LSTM. Of each the median time from the
+call to the end of its work, in ms; and beside them what stage 60's kernels take by themselves, as the profiler has it.
 """
 
 import argparse
