@@ -36,11 +36,6 @@ class TestLstmPersistent(LstmCases):
         """It uses none."""
         assert self.stage.cost is None
 
-    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-    def test_a_little_more_than_two_tiles(self, dtype, device):
-        """Of batches two chunks of 16 and one more, of units two groups of 16 and one more."""
-        self.check((2, 33, 3, 33), dtype, device)
-
     @pytest.mark.parametrize("sizes", [(2, 17, 3, 40), (2, 3, 2, 300), (3, 34, 2, 8)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_no_faults_with_more_chunks_and_more_units(self, sizes, dtype):

@@ -40,6 +40,7 @@ stage = Stage(
     __file__,
     family=lstm,
     lesson="the whole sequence in one kernel: weights stay in registers, blocks meet at each step",
+    aligned=(1, 16, 1, 16),  # a chunk of batches, the units of a group of blocks
     registers=255,
     options=({}, {"activation": "hard"}, {"zoneout": 0.25, "training": False}),
     waits=True,
