@@ -7,7 +7,7 @@ import stages
 from stages.toolkit import operator
 
 pytest.register_assert_rewrite("stage_cases", "matmul_cases", "qkv_cases", "vlstm_cases", "scan_cases")
-pytest.register_assert_rewrite("selective_scan_cases")
+pytest.register_assert_rewrite("selective_scan_cases", "lstm_cases")
 
 torch.set_num_threads(1)  # for tensors as small as those of the tests more of them take several times as long
 

@@ -288,6 +288,10 @@ def test_those_of_one_stage(device):
     for method in family.METHODS:
         sizes = dict(zip(family.SIZES, (2, 5, 3), strict=True))
         agree(family, family.make(sizes, torch.float32, device, method=method), "53", method=method)
+    family = FAMILIES["lstm"]
+    for activation in family.ACTIVATIONS:
+        sizes = dict(zip(family.SIZES, (5, 3, 4, 7), strict=True))
+        agree(family, family.make(sizes, torch.float32, device), activation=activation)
 
 
 # ---- as the stages' own functions
@@ -297,6 +301,7 @@ def test_errors_are_those_of_the_stages_and_come_before_anything_is_built(monkey
     x, two = torch.ones(2, 3, 4), torch.ones(2, 2)
     cases = {
         "axpy": [((1j, x, x), {}), ((1.0, x, two), {})],
+        "lstm": [((x, two, two), {}), ((x, x[0], two), {}), ((x, torch.ones(8, 4), torch.ones(8, 2)), {"zoneout": 2})],
         "matmul": [((two, x), {}), ((two, torch.ones(3, 3)), {}), ((two.half(), two.half()), {"tf32": True})],
         "qkv": [((x, x, x), {}), ((x[None],) * 3, {"scale": "1"})],
         "scan": [
