@@ -20,21 +20,23 @@ struct Bent {
   Sum value, slope;
 };
 
+// A line that ends at `low` and 1.
 template <typename Sum>
-__device__ __forceinline__ Sum clamped(Sum x, Sum low) {
-  return x < low ? low : x > 1 ? Sum(1) : x;
+__device__ __forceinline__ Bent<Sum> cut_off(Sum line, Sum low, Sum slope) {
+  const Sum value = line < low ? low : line > 1 ? Sum(1) : line;
+  return {value, value == line ? slope : Sum(0)};
 }
 
 template <typename Sum>
 __device__ __forceinline__ Bent<Sum> sigmoid_of(Sum x, int activation) {
-  if (activation == HARD) return {clamped(x / 8 + Sum(0.5), Sum(0)), std::abs(x) > 4 ? Sum(0) : Sum(0.125)};
+  if (activation == HARD) return cut_off(x / 8 + Sum(0.5), Sum(0), Sum(0.125));
   const Sum value = 1 / (1 + std::exp(-x));
   return {value, value * (1 - value)};
 }
 
 template <typename Sum>
 __device__ __forceinline__ Bent<Sum> tanh_of(Sum x, int activation) {
-  if (activation == HARD) return {clamped(x, Sum(-1)), std::abs(x) > 1 ? Sum(0) : Sum(1)};
+  if (activation == HARD) return cut_off(x, Sum(-1), Sum(1));
   const Sum value = std::tanh(x);
   return {value, 1 - value * value};
 }

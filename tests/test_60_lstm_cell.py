@@ -1,15 +1,17 @@
 """Stage 60, lstm_cell."""
 
+import json
 from importlib import import_module
 
 import pytest
 import torch
+from conftest import GPU
 from lstm_cases import LstmCases, gradients
 
 import stages
 from stages.families import FLOATING
 from stages.families import lstm as family
-from stages.toolkit import xray
+from stages.toolkit import driving, xray
 
 module = import_module("stages.60_lstm_cell.stage")
 
@@ -81,3 +83,23 @@ class TestLstmCell(LstmCases):
         arguments = self.arguments((2, 70, 3, 70), dtype, device)
         self.compare(list(arguments), family.tolerance({}, dtype)["h"])
         assert len(gradients(self.stage.lstm, arguments)) == 9
+
+
+class TestDriving:
+    """What notebook 60 measures, or shows if it is recorded."""
+
+    def test_between_two_steps_python_takes_longer(self):
+        between = driving.between_steps(64)
+        assert between["python"] > between["cpp"] > 0
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+    def test_without_a_gpu_nothing_is_recorded(self, tmp_path, capsys):
+        assert driving.main(["--out", str(tmp_path / "driving.json")]) == 1
+        assert "finds no GPU here" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+    @GPU
+    def test_a_record(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(driving, "SIZES", ((8, 2, 16, 16),))
+        assert driving.main(["--out", str(tmp_path / "driving.json")]) == 0
+        (row,) = json.loads((tmp_path / "driving.json").read_text())["rows"]
+        assert row["sizes"] == [8, 2, 16, 16] and all(row[way] > 0 for way in driving.WAYS)

@@ -32,7 +32,7 @@ def test_values_with_zoneout(path, monkeypatch):
     golden = load_golden(path)
     monkeypatch.setattr(family, "drawn", lambda *_: golden["zoneout_mask"])
     x, h0, c0 = (golden[name] for name in ("x", "h0", "c0"))
-    weights = [in_torch_order(golden[name].mT) for name in ("kernel", "recurrent_kernel", "bias")]
+    weights = [in_torch_order(golden[name].t()) for name in ("kernel", "recurrent_kernel", "bias")]
     options = {"zoneout": golden["zoneout_prob"].item(), "training": bool(golden["training"])}
     h, (h_last, c_last) = family.reference(x, *weights, h0, c0, **options)
     assert relative_error(h, golden["h"][1:]) <= 1e-14

@@ -529,6 +529,17 @@ def test_exercise_53(capsys):
     assert "Solved." not in capsys.readouterr().out
 
 
+def test_exercise_60(capsys):
+    """Eight rows a thread: of a word of R eight products, and half as many threads."""
+    size, kernel = (8, 32, 64, 64), lab.kernel("60")
+    counts = kernel.xray(*size).counts()
+    at_most = {"shared_load_wavefronts": 9 * counts.shared_load_wavefronts // 10, "load_sectors": counts.load_sectors}
+    lab.exercise(kernel, {"constexpr int SIDE = 8;": "constexpr int SIDE = 4;"}, *size, at_most=at_most)
+    assert "Solved." in capsys.readouterr().out
+    lab.exercise(kernel, {"constexpr int SIDE = 8;": "constexpr int SIDE = 16;"}, *size, at_most=at_most)
+    assert "Solved." not in capsys.readouterr().out
+
+
 def test_exercise_14(capsys):
     base = lab.change("14", {"By::groups ? 0 : WIDE<T>": "By::groups ? 0 : 0"})
     limits = {"shared_copy_wavefronts": 4992, "shared_load_wavefronts": 12480, "shared_bytes": 36864}
