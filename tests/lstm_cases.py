@@ -91,6 +91,11 @@ class LstmCases(StageCases):
         self.check(sizes, dtype, device)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_a_single_number(self, dtype, device):
+        """In 16 bits its gradients are what rounding leaves of four products that cancel."""
+        self.check((1, 1, 1, 1), dtype, device)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     @pytest.mark.parametrize("path", TORCH_ORDER, ids=lambda path: path.stem)
     def test_values_of_other_implementations(self, path, dtype, device):
         golden = load_golden(path, device, dtype)

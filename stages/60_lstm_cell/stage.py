@@ -95,8 +95,3 @@ stage = Stage(
     options=({}, {"activation": "hard"}, {"zoneout": 0.25, "training": False}),
     define={"launch_forward": launch_forward},
 )
-
-EQUIVALENT = {
-    f"const Sum value = line < low ? low : line > 1 ? Sum(1) : line;  [{change}]": "at the end of the line both are the end"
-    for change in ("line < low -> line <= low", "line > 1 -> line >= 1")
-}

@@ -187,12 +187,14 @@ def _event_times(call: Callable, rotation: Iterator[Sequence[object]], repeats: 
 @contextmanager
 def float32_products(tf32: bool = False) -> Iterator[None]:
     """Products of float32 by torch in float32, or in TF32."""
-    before = torch.get_float32_matmul_precision()
+    before, of_cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32  # true unless one says so, and an LSTM's products are cuDNN's
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = of_cudnn
 
 
 @cache

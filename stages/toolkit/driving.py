@@ -19,7 +19,7 @@ from stages.toolkit import bench, build, nsight
 from stages.toolkit.errors import NotAvailable
 
 RECORD = build.PACKAGE / "measured" / "driving.json"
-SIZES = ((256, 1, 64, 64), (256, 1, 512, 512), (256, 16, 512, 512), (256, 64, 1024, 1024))  # T, B, I, H
+SIZES = ((256, 1, 128, 128), (256, 16, 512, 512), (256, 64, 1024, 1024))  # T, B, I, H
 WAYS = {"python": "Python", "cpp": "C++", "graph": "a CUDA graph"}
 
 
@@ -47,15 +47,26 @@ def between_steps(seq: int = 256) -> dict[str, float]:
 
 
 def record() -> dict[str, object]:
-    """Microseconds a step, for each size and way, and on which machine."""
+    """Microseconds a step, from the call to the end of its work, for each size and way, and on which machine."""
     if not torch.cuda.is_available():
         raise NotAvailable("this torch finds no GPU here: there is nothing to record")
     rows = []
     for sizes in SIZES:
         calls = ways(sizes)
-        times = bench.in_turn([lambda call=call: call() for call in calls.values()], [()])
-        rows.append({"sizes": list(sizes), **{n: ms / sizes[0] * 1e3 for n, ms in zip(calls, times, strict=True)}})
+        with torch.no_grad():
+            times = {name: bench.median_ms(finished(call), trials=10) for name, call in calls.items()}
+        rows.append({"sizes": list(sizes), **{name: ms / sizes[0] * 1e3 for name, ms in times.items()}})
     return {**nsight.machine(), "unit": "us a step", "rows": rows}
+
+
+def finished(call: Callable[[], object]) -> Callable[[], None]:
+    """The call, and a wait for all that it has launched."""
+
+    def wait() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return wait
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
