@@ -355,7 +355,8 @@ def comparison(stage: Stage, sizes: dict[str, int], dtype: torch.dtype, report: 
     counts = {name: count for name, count in asdict(report.counts()).items() if count}
     title = f"{problem}, {_dtype_name(dtype)}: the counts"
     if stage.cost is None:
-        title += "\n  (there are no closed forms: what it counts depends on the numbers that it is given)"
+        why = "how its blocks wait for each other" if stage.waits else "the numbers that it is given"
+        title += f"\n  (there are no closed forms: what it counts depends on {why})"
         header, rows = ("", "x-ray"), [(name, count) for name, count in counts.items()]
     elif not stage.fits(sizes.values()):
         aligned = ", ".join(f"{name} of {size}" for name, size in zip(sizes, stage.aligned, strict=True))
