@@ -36,7 +36,7 @@ class TestLstmPersistent(LstmCases):
         """It uses none."""
         assert self.stage.cost is None
 
-    @pytest.mark.parametrize("sizes", [(2, 17, 3, 40), (2, 3, 2, 300), (3, 34, 2, 8)], ids=str)
+    @pytest.mark.parametrize("sizes", [(2, 17, 3, 40), (2, 3, 2, 300), (3, 34, 2, 16)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_no_faults_with_more_chunks_and_more_units(self, sizes, dtype):
         """Batches of more than one chunk; units of 8 a block."""

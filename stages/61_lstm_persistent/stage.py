@@ -7,6 +7,47 @@ from stages.toolkit import operator
 from stages.toolkit.kernels import Kernels
 from stages.toolkit.stage import Stage
 
+HALVES = "of half and bfloat16, which mutants are not compiled for; the x-ray of them reports it"
+NOTHING = "past the end there is nothing that is a thread's"
+UNMET = "number 0 is what the words are at first: nobody waits for it"
+PAIR = "for (int e = 0; e < 2; ++e) pair[e] = k + e < length ? weight(tile * 8 + lane / 4, k + e) : T(0);"
+MEET, MEET_FOUR = (
+    "if (t > 0) meet(arrived, 0, gridDim.x, unsigned(t));",
+    "meet(arrived + gridDim.x, first, FOUR, number);",
+)
+EQUIVALENT = {
+    "for (int i = 0; i < Shape::DEPTH; i += FOUR) {  [i < Shape::DEPTH -> i <= Shape::DEPTH]": (
+        "past the last piece there is nothing, but where H is the largest; the test of that size fails"
+    ),
+    "for (int i = 0; i < STEPS * TILES * 2; ++i) {  [i < STEPS * TILES * 2 -> i <= STEPS * TILES * 2]": HALVES,
+    f"{PAIR}  [e < 2 -> e <= 2]": HALVES,
+    f"{PAIR}  [k + e < length -> k + e <= length]": HALVES,
+    f"{PAIR}  [k + e < length -> true]": HALVES,
+    "for (int i = 0; i < STEPS; ++i) {  [i < STEPS -> i <= STEPS]": "no H has more pieces than STEPS",
+    "if (first_of(i) >= length) continue;  [first_of(i) >= length -> first_of(i) > length]": HALVES,
+    "if (first_of(i) >= length) continue;  [first_of(i) >= length -> false]": HALVES,
+    "for (int tile = 0; tile < TILES; ++tile) mma<T>(sums[tile], numbers, weights[i][tile]);  "
+    "[tile < TILES -> tile <= TILES]": HALVES,
+    "for (int tile = 0; tile < TILES; ++tile) {  [tile < TILES -> tile <= TILES]": HALVES,
+    "for (int i = 0; i < FOUR; i += 2) {  [i < FOUR -> i <= FOUR]": HALVES,
+    "if (chunk + 1 < chunks) fetch(x, chunk + 1, batches, WARPS / 2);  [chunk + 1 < chunks -> chunk + 1 <= chunks]": (
+        "of no batches nothing is fetched"
+    ),
+    "if (chunk + 1 < chunks) fetch(x, chunk + 1, batches, WARPS / 2);  [chunk + 1 < chunks -> true]": (
+        "of no batches nothing is fetched"
+    ),
+    "for (int chunk = 0; int64_t(chunk) * ROWS < batches; ++chunk) {  "
+    "[int64_t(chunk) * ROWS < batches -> int64_t(chunk) * ROWS <= batches]": NOTHING,
+    f"{MEET}  [t > 0 -> t >= 0]": UNMET,
+    f"{MEET}  [t > 0 -> true]": UNMET,
+    f"if (number > 0) {MEET_FOUR}  [number > 0 -> number >= 0]": UNMET,
+    f"if (number > 0) {MEET_FOUR}  [number > 0 -> true]": UNMET,
+    "for (int64_t i = threadIdx.x; i < batches * UNITS; i += THREADS) {  "
+    "[i < batches * UNITS -> i <= batches * UNITS]": NOTHING,
+    "for (int64_t i = threadIdx.x + 2 * THREADS; i < batches * UNITS; i += THREADS) give(t, ask(t, i));  "
+    "[i < batches * UNITS -> i <= batches * UNITS]": NOTHING,
+}
+
 
 def check_size(weight_hh: Tensor) -> None:
     """Raise ValueError if there is no cut of weight_hh that fits into the registers of the device."""
