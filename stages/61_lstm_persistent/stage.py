@@ -80,7 +80,7 @@ def launch_backward(kernels: Kernels, dh: Tensor, dc_last: Tensor, weight_hh: Te
 stage = Stage(
     __file__,
     family=lstm,
-    lesson="the whole sequence in one kernel: weights stay in registers, blocks meet at each step",
+    lesson="a whole sequence in one launch: weights in registers, blocks meet",
     aligned=(1, 16, 1, 16),  # a chunk of batches, the units of a group of blocks
     registers=255,
     options=({}, {"activation": "hard"}, {"zoneout": 0.25, "training": False}),

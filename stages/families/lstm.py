@@ -441,8 +441,8 @@ def reference(
     (seq, batch, _), hidden = x.shape, weight_hh.shape[1]
     weight_hh = dropped(weight_hh, recurrent_dropout, training, generator)
     mask = mask_of_zoneout((seq, batch, hidden), x, zoneout, training, generator)
-    h = x.new_zeros(batch, hidden) if h0 is None else h0
-    c = x.new_zeros(batch, hidden) if c0 is None else c0
+    h = torch.zeros(batch, hidden).to(x) if h0 is None else h0
+    c = torch.zeros(batch, hidden).to(x) if c0 is None else c0
     products, steps = F.linear(x, weight_ih, bias), []
     for t in range(seq):
         new, c = cell(products[t] + h @ weight_hh.mT, c, activation)
@@ -482,7 +482,7 @@ def incumbent(
     """What torch.nn.LSTM calls, which knows no options and has c in x's dtype."""
     if options:
         raise NotImplementedError(f"torch.nn.LSTM has no {', '.join(options)}")
-    zero = x.new_zeros(1, x.shape[1], weight_hh.shape[1])
+    zero = torch.zeros(1, x.shape[1], weight_hh.shape[1]).to(x)
     h0, c0 = (zero if t is None else t[None].to(x.dtype) for t in (h0, c0))
     weights = [weight_ih, weight_hh, *(() if bias is None else (bias, torch.zeros_like(bias)))]
     with warnings.catch_warnings():  # the weights do not lie one after the other: cuDNN's copy is some microseconds
