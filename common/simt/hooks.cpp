@@ -73,6 +73,8 @@ bool log_ordered(const void* address, int size, Op op, const void* caller) {
 
 }  // namespace
 
+void xray_catch_up(Worker& worker) { catch_up(worker); }
+
 bool xray_acquires(const void* address, int size, const void* caller) {
   return log_ordered(address, size, Op::acquire, caller);
 }
@@ -93,6 +95,7 @@ void xray_copy(const void* to, const void* from, int size, bool inside, const vo
 void xray_copied(const void* to, int size, const void* caller) {
   append(uintptr_t(to), caller, Op::copied, __builtin_ctz(unsigned(size)));
 }
+void xray_store_row(const void* row, const void* caller) { append(uintptr_t(row), caller, Op::matrix_store, 4); }
 void xray_matrix_row(const void* row, bool takes_part, const void* caller) {
   append(with_part(uintptr_t(row), takes_part), caller, Op::matrix_load, 4);
 }

@@ -15,6 +15,9 @@ py::tuple tuple_of(dim3 i) { return py::make_tuple(i.x, i.y, i.z); }
 
 const char* name_of(simt::Op op) {
   if (op == simt::Op::copy_store) return "copy";  // into shared memory, asynchronous
+  if (op == simt::Op::bulk_load) return "bulk_load";
+  if (op == simt::Op::bulk_store) return "bulk_store";
+  if (op == simt::Op::product) return "product";
   return only_reads(op) ? "load" : only_writes(op) ? "store" : "atomic";
 }
 const char* name_of(simt::Space space) { return space == simt::Space::global ? "global" : "shared"; }

@@ -255,6 +255,8 @@ std::string who_waits(const Worker& worker) {
     if (thread.wait == Wait::warp) {
       text = "at " + std::string(thread.what) + ", " + place_of(thread) + ", for the lanes of mask " + hex(thread.mask);
     }
+    if (thread.wait == Wait::event)
+      text = "at " + std::string(thread.what) + ", " + place_of(thread) + event_of(worker, t);
     if (thread.wait == Wait::spin) text = "in a loop at " + code_place(uintptr_t(thread.caller));
     auto [entry, fresh] = groups.try_emplace(text, 0, t);
     ++entry->second.first;
@@ -353,6 +355,10 @@ bool choose(Worker& worker) {
     if (!worker.alive) return false;
     if (worker.at_barrier == worker.alive) {
       release_barrier(worker);
+      worker.warp = pick(worker, worker.runnable_warps);
+      continue;
+    }
+    if (worker.hopper_used && release_events(worker)) {
       worker.warp = pick(worker, worker.runnable_warps);
       continue;
     }
@@ -788,6 +794,7 @@ bool run_block(Worker& worker) {
   worker.pause_due = worker.gives_way = worker.waits_for_blocks = false;
   if (worker.crash_signal >= 0) worker.fault = explain_crash(worker);
   if (worker.copies_used) drop_copies(worker);
+  if (worker.hopper_used) end_events(worker);
   if (worker.fault.empty()) {
     if (worker.xray) xray_end_block(worker);
     return true;

@@ -69,7 +69,7 @@ uintptr_t function_at(uintptr_t pc);    // the start of the module's function th
 bool is_device_function(uintptr_t pc);  // of the kernel's file, not of the CPU device
 const std::vector<SharedVariable>& shared_variables_of(const void* entry);  // with owned set
 
-enum class Wait : uint8_t { nothing, barrier, warp, spin, done };
+enum class Wait : uint8_t { nothing, barrier, warp, spin, event, done };
 
 struct Thread {
   void* sp = nullptr;  // where it left off; null: not begun
@@ -92,6 +92,7 @@ struct Looks {
 
 struct Warp {
   unsigned runnable = 0, alive = 0, meeting = 0, spinning = 0, paused = 0;
+  unsigned waiting = 0;      // lanes, for an event (hopper.cpp)
   unsigned catching_up = 0;  // lanes about to do what orders them with other blocks: the x-ray counts what was before
 };
 
@@ -110,6 +111,7 @@ struct Copies {
 
 struct XrayWorker;
 struct Job;
+struct Hopper;  // the machine of common/hopper.h (hopper.cpp)
 
 struct Worker {
   Thread threads[MAX_THREADS + 1];
@@ -167,6 +169,9 @@ struct Worker {
   std::vector<Copies> copies;  // of each thread; of no thread before a kernel makes the first one
   bool copies_used = false;    // by the present block
 
+  std::shared_ptr<Hopper> hopper;
+  bool hopper_used = false;  // by the present block
+
   XrayWorker* xray = nullptr;  // set while a recording is on
 
   Thread& current() { return threads[warp * 32 + lane]; }
@@ -208,6 +213,11 @@ inline void probe(const void* address) { static_cast<void>(*static_cast<const vo
 // Forgets the copies of a block that has ended: what no thread has waited for is never made.
 void drop_copies(Worker& worker);
 
+// ---- hopper.cpp ---------------------------------------------------------------------------------------------------
+bool release_events(Worker& worker);  // no thread can run: does any go on now?
+std::string event_of(const Worker& worker, int thread);
+void end_events(Worker& worker);  // of a block that has ended
+
 // ---- what the runtime asks of the x-ray ---------------------------------------------------------------------------
 void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& shared);
 void xray_end_launch();
@@ -230,6 +240,30 @@ bool xray_acquires(const void* address, int size, const void* caller);
 bool xray_releases(const void* address, int size, const void* caller);
 void xray_handed_on(const void* address, Handing what);
 void xray_fence();
+void xray_store_row(const void* row, const void* caller);
+void xray_catch_up(Worker& worker);  // returns when what the warp's lanes did before is counted
+
+// Of Hopper's machine. (xray.cpp, but for the last one of them) What a thread knows that others have done, and how far
+// copies and products have come: times, of each thread of the block and of each of those that work beside them, who are
+// told apart by any address of their own.
+using Knowledge = std::vector<uint32_t>;
+void xray_begin_knowledge(Worker& worker);
+void xray_give(Worker& worker, Knowledge& to);                      // all that the running thread has done, and knows
+void xray_take(Worker& worker, int thread, const Knowledge& from);  // a thread knows it from now on
+void xray_agent_done(Worker& worker, const void* agent, Knowledge& to);
+void xray_fence_async(Worker& worker);
+void xray_barrier_made(Worker& worker, const void* barrier, const void* caller);
+void xray_use_barrier(Worker& worker, const void* barrier, bool by_copies, const void* caller);
+struct Chunk {  // 16 bytes of shared memory, and of global memory as many as there are
+  uintptr_t shared, global;
+  int bytes;
+};
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* caller);  // begins
+void xray_landed(Worker& worker, const std::vector<Chunk>& chunks, const void* barrier, Knowledge& to);
+void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);  // begins
+void xray_product(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);
+void xray_read_over(Worker& worker, const std::vector<Chunk>& chunks, const void* agent);
+
 std::string xray_place(const void* address);  // "in tensor 2, 8 bytes past its end", for a crash
 
 }  // namespace simt

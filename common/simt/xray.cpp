@@ -29,6 +29,10 @@ namespace {
 // ---- the shadow ---------------------------------------------------------------------------------------------------
 constexpr uint64_t NOBODY = 0, MANY = ~uint64_t(0);
 constexpr uint64_t IN_FLIGHT = (uint64_t(1) << 28) - 1;  // the epoch, never reached, of a copy that is under way
+constexpr uint64_t LANDED = IN_FLIGHT - 1;               // the epoch, never reached, of what no thread but a copy wrote
+constexpr int AGENTS = 2048;            // the first "lane" of those who work beside the threads: copies, products
+constexpr int MOST_AGENTS = 96;         // of a block
+constexpr uint32_t NOT_OVER = ~0u;      // the time of what still goes on
 constexpr uint64_t EARLIER = MANY - 1;  // written by an earlier launch of the call, for all blocks of this one to see
 
 struct Reader {
@@ -137,6 +141,20 @@ struct XrayWorker {
   uint32_t clock[MAX_WARPS][32][32];  // clock[w][a][b]: up to when lane a knows what lane b did
   bool clocks_used = false;
 
+  // Where threads are ordered by Hopper's barriers (columns > 0): until when each thread knows what each thread, and
+  // each agent beside them, did; what threads have made known to the agents; who reads shared memory beside them.
+  struct Use {
+    int agent;  // or the thread itself
+    uint32_t time, key;
+    int thread;  // that asked for it
+    uintptr_t low, high;
+  };
+  int columns = 0;
+  std::vector<uint32_t> knows, agent_time, fenced;
+  std::unordered_map<const void*, int> agent_of;
+  std::unordered_map<const void*, std::pair<int, uint32_t>> barrier_made;  // by whom, when
+  std::unordered_map<uintptr_t, std::vector<Use>> uses;                    // of something of 16 bytes, while it matters
+
   struct Site {
     uint32_t key = 0;
     Target* target = nullptr;
@@ -206,6 +224,50 @@ inline uint64_t now(const XrayWorker& x, int lane) {
 // Was what lane `other` of this warp did at `moment` made known to `lane` by a warp barrier since?
 bool known(const XrayWorker& x, int lane, int other, uint64_t moment) {
   return x.clock[x.worker->warp][lane][other] >= time_of(moment);
+}
+
+// ---- order between the threads of a block, by Hopper's barriers ---------------------------------------------------
+inline uint32_t time_of_thread(const XrayWorker& x, int thread) {
+  return x.clock[thread / 32][thread % 32][thread % 32];
+}
+
+uint32_t& known_time(XrayWorker& x, int thread, int of) {
+  const int column = of >= AGENTS ? x.worker->thread_count + of - AGENTS : of;
+  return x.knows[size_t(thread) * size_t(x.columns) + size_t(column)];
+}
+
+// Does a thread know that another one, or an agent, had got so far?
+bool knows(XrayWorker& x, int thread, int of, uint32_t time) {
+  return x.columns && time != NOT_OVER && (thread == of || known_time(x, thread, of) >= time);
+}
+
+// What others read and a thread writes: each read has to be over, and known to be.
+void check_uses(XrayWorker& x, Target& target, uint32_t key, int thread, uintptr_t address, int size) {
+  const auto found = x.uses.find(address / 16 * 16);
+  if (found == x.uses.end()) return;
+  const auto met = [&](const XrayWorker::Use& use) {
+    return use.low < address + uintptr_t(size) && address < use.high;
+  };
+  for (const XrayWorker::Use& use : found->second) {
+    if (!met(use) || knows(x, thread, use.agent, use.time)) continue;
+    report(x, use.time == NOT_OVER ? "read in flight" : "race", key, thread, &target, address, use.key,
+           x.worker->block + 1, use.thread);
+  }
+  std::erase_if(found->second, [&](const auto& use) { return met(use) && use.time != NOT_OVER; });
+}
+
+void note_use(XrayWorker& x, const XrayWorker::Use& use) {
+  auto& uses = x.uses[use.low / 16 * 16];
+  const auto own = std::find_if(uses.begin(), uses.end(), [&](const auto& other) {
+    return other.agent == use.agent && other.low == use.low && other.high == use.high;
+  });
+  if (own == uses.end()) uses.push_back(use);
+  else *own = use;
+}
+
+void note_thread_read(XrayWorker& x, const Target& target, size_t cell, uint32_t key, int thread, uint32_t time) {
+  const uintptr_t low = target.low + (cell << target.shift);
+  note_use(x, {thread, time, key, thread, low, low + (uintptr_t(1) << target.shift)});
 }
 
 // ---- order between blocks -----------------------------------------------------------------------------------------
@@ -343,7 +405,13 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
   for (const size_t end = at + (size_t(size) >> target.shift); at < end; ++at) {
     Cell& cell = target.cells[at];
     if (only_reads(op) && settled(x, cell, block)) {
-      if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
+      if (x.columns && shared) note_thread_read(x, target, at, key, warp * 32 + lane, time_of(moment));
+      else if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
+      continue;
+    }
+    if (x.columns && shared && cell.write_block == block && cell.write_lane >= AGENTS &&
+        !knows(x, warp * 32 + lane, cell.write_lane, time_of(cell.write_moment))) {
+      report(x, "race", key, warp * 32 + lane, &target, address, cell.write_key, block, 0);
       continue;
     }
     if (in_flight(cell, block)) {
@@ -362,13 +430,15 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
         const int writer = writer_of(cell);
         if (writer != warp * 32 + lane &&
             !(warp_of(cell.write_moment) == warp && known(x, lane, cell.write_lane, cell.write_moment)) &&
+            !knows(x, warp * 32 + lane, writer, time_of(cell.write_moment)) &&
             !ordered(x, lane, block, cell.write_moment, 1u << cell.write_lane)) {
           report(x, "race", key, warp * 32 + lane, &target, address, cell.write_key, block, writer);
         }
       }
     }
     if (only_reads(op)) {
-      if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
+      if (x.columns && shared) note_thread_read(x, target, at, key, warp * 32 + lane, time_of(moment));
+      else if (op != Op::acquire) note_read(x, target, cell, key, block, moment, bit);
       continue;
     }
     if (cell.read.block == block) {
@@ -376,7 +446,12 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
         int reader = -1;
         if (!cell.read.lanes) reader = 32 * (warp_of(cell.read.moment));
         else if (warp_of(cell.read.moment) != warp) {
-          reader = warp_of(cell.read.moment) * 32 + __builtin_ctz(cell.read.lanes);
+          bool all = true;  // known
+          for (uint32_t rest = cell.read.lanes; rest; rest &= rest - 1) {
+            const int other = warp_of(cell.read.moment) * 32 + __builtin_ctz(rest);
+            all = all && knows(x, warp * 32 + lane, other, time_of(cell.read.moment));
+          }
+          if (!all) reader = warp_of(cell.read.moment) * 32 + __builtin_ctz(cell.read.lanes);
         } else {
           for (uint32_t rest = cell.read.lanes & ~bit; rest; rest &= rest - 1) {
             const int other = __builtin_ctz(rest);
@@ -390,6 +465,8 @@ void touch(XrayWorker& x, Target& target, uint32_t key, int lane, uintptr_t addr
     } else if (!shared && cell.read.block != NOBODY) {
       check_readers(x, target, cell, key, lane, address);
     }
+    const uintptr_t place = target.low + (at << target.shift);
+    if (x.columns && shared) check_uses(x, target, key, warp * 32 + lane, place, 1 << target.shift);
     cell.write_block = block, cell.write_key = key;
     cell.write_moment = op == Op::copy_store ? make_moment(IN_FLIGHT, warp, time_of(moment)) : moment;
     cell.write_lane = uint16_t(lane);
@@ -426,7 +503,7 @@ void trace(XrayWorker& x, uint32_t key, const uint64_t* address, uint32_t mask, 
 
 Passes passes_of(const XrayWorker& x, Op op, const uint64_t* address, uint32_t mask, int size) {
   if (op == Op::copy_store) return count_copy_passes(address, x.copied_from, mask, size);
-  if (op == Op::matrix_load) return count_matrix_passes(address, mask);
+  if (op == Op::matrix_load || op == Op::matrix_store) return count_matrix_passes(address, mask);
   return count_passes(address, mask, size, op == Op::load);
 }
 
@@ -761,9 +838,28 @@ void xray_flush_warp(Worker& worker) {
   worker.busy.store(false, std::memory_order_relaxed);
 }
 
+namespace {
+// Adds to `all` what a thread has done, and knows.
+void add_knowledge(const XrayWorker& x, int thread, Knowledge& all) {
+  const uint32_t* const row = &x.knows[size_t(thread) * size_t(x.columns)];
+  for (int i = 0; i < x.columns; ++i) all[size_t(i)] = std::max(all[size_t(i)], row[i]);
+  const int warp = thread / 32;
+  const int lanes = std::min(32, x.worker->thread_count - warp * 32);
+  for (int lane = 0; lane < lanes; ++lane) {  // and what warp barriers have told it; of itself all up to now
+    uint32_t& time = all[size_t(warp * 32 + lane)];
+    time = std::max(time, x.clock[warp][thread % 32][lane]);
+  }
+}
+}  // namespace
+
 void xray_barrier(Worker& worker) {
   XrayWorker& x = *worker.xray;
   ++x.epoch;
+  if (x.columns) {  // all threads know what any of them does
+    Knowledge all(size_t(x.columns));
+    for (int thread = 0; thread < worker.thread_count; ++thread) add_knowledge(x, thread, all);
+    for (int thread = 0; thread < worker.thread_count; ++thread) xray_take(worker, thread, all);
+  }
   if (x.acquired.empty()) return;
   std::vector<uint32_t> all;
   if (x.settled) all.push_back(x.settled);
@@ -785,6 +881,11 @@ void xray_sync_warp(Worker& worker, int warp, unsigned mask) {
     const auto& row = clock[__builtin_ctz(rest)];
     for (int lane = 0; lane < 32; ++lane) joined[lane] = std::max(joined[lane], row[lane]);
   }
+  if (x.columns) {
+    Knowledge all(size_t(x.columns));
+    for (unsigned rest = mask; rest; rest &= rest - 1) add_knowledge(x, warp * 32 + __builtin_ctz(rest), all);
+    for (unsigned rest = mask; rest; rest &= rest - 1) xray_take(worker, warp * 32 + __builtin_ctz(rest), all);
+  }
   for (unsigned rest = mask; rest; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
     std::memcpy(clock[lane], joined, sizeof joined);
@@ -797,6 +898,7 @@ void xray_begin_thread(Worker& worker, Here& here, int lane) { here.log = &worke
 void xray_begin_block(Worker& worker) {
   XrayWorker& x = *worker.xray;
   x.epoch = 0;
+  x.columns = 0;
   if (x.clocks_used) {
     std::memset(x.clock, 0, sizeof x.clock);
     for (auto& warp : x.clock) {
@@ -910,6 +1012,229 @@ void xray_end_launch() {
     r.faults.push_back(fault);
   }
   state.launch = nullptr;
+}
+
+// ---- Hopper's machine ---------------------------------------------------------------------------------------------
+void xray_begin_knowledge(Worker& worker) {
+  XrayWorker& x = *worker.xray;
+  x.clocks_used = true;
+  x.columns = worker.thread_count + MOST_AGENTS;
+  x.knows.assign(size_t(worker.thread_count) * size_t(x.columns), 0);
+  x.agent_time.clear(), x.agent_of.clear(), x.barrier_made.clear(), x.uses.clear();
+  x.fenced.assign(size_t(worker.thread_count), 0);
+}
+
+void xray_give(Worker& worker, Knowledge& to) {
+  XrayWorker& x = *worker.xray;
+  to.resize(size_t(x.columns));
+  add_knowledge(x, worker.warp * 32 + worker.lane, to);
+  ++x.clock[worker.warp][worker.lane][worker.lane];  // what it does next is no part of it
+}
+
+void xray_take(Worker& worker, int thread, const Knowledge& from) {
+  XrayWorker& x = *worker.xray;
+  if (from.empty()) return;
+  uint32_t* const row = &x.knows[size_t(thread) * size_t(x.columns)];
+  for (int i = 0; i < x.columns; ++i) row[i] = std::max(row[i], from[size_t(i)]);
+  const int warp = thread / 32, lanes = std::min(32, worker.thread_count - warp * 32);
+  for (int lane = 0; lane < lanes; ++lane) {
+    uint32_t& time = x.clock[warp][thread % 32][lane];
+    if (lane != thread % 32) time = std::max(time, from[size_t(warp * 32 + lane)]);
+  }
+}
+
+namespace {
+
+int agent(XrayWorker& x, const void* who) {
+  const auto [entry, fresh] = x.agent_of.try_emplace(who, AGENTS + int(x.agent_time.size()));
+  if (fresh) x.agent_time.push_back(0);
+  if (x.agent_time.size() > MOST_AGENTS) {
+    fail(*x.worker, head(*x.worker) + "more than " + std::to_string(MOST_AGENTS) +
+                        " barriers and groups, which is as many as the x-ray follows");
+  }
+  return entry->second;
+}
+
+uint32_t key_of(const void* caller, Op op) { return make_key(uint32_t(uintptr_t(caller) - code_base), op, 4); }
+
+// The cells of 16 bytes of shared memory; none where they are no part of it, which is told.
+struct Cells {
+  Target* target;
+  Cell *begin, *end;
+};
+Cells cells_of(XrayWorker& x, uint32_t key, int thread, uintptr_t address) {
+  Target* const target = find_target(x, address);
+  if (!target || target->kind != Target::shared || address + 16 > target->high) {
+    report(x, target ? "wrong memory" : "out of bounds", key, thread, target, address);
+    return {nullptr, nullptr, nullptr};
+  }
+  Cell* const first = &target->cells[(address - target->low) >> target->shift];
+  return {target, first, first + (16 >> target->shift)};
+}
+
+// An agent begins to read 16 bytes for a thread: they have to be there, known to be, and made known to agents.
+void begin_read(XrayWorker& x, uint32_t key, int thread, uintptr_t address, int reader) {
+  const Cells cells = cells_of(x, key, thread, address);
+  const uint64_t block = x.worker->block + 1;
+  const char* fault = nullptr;
+  const Cell* other = nullptr;
+  for (const Cell* cell = cells.begin; cell < cells.end && !fault; ++cell) {
+    const int writer = cell->write_lane >= AGENTS ? cell->write_lane : writer_of(*cell);
+    const uint32_t time = time_of(cell->write_moment);
+    other = cell;
+    if (cell->write_block != block) fault = "uninitialised read", other = nullptr;
+    else if (in_flight(*cell, block)) fault = "copy in flight";
+    else if (!knows(x, thread, writer, time)) fault = "race";
+    else if (writer < AGENTS && x.fenced[size_t(writer)] < time) fault = "missing fence";
+  }
+  if (fault) {
+    report(x, fault, key, thread, cells.target, address, other ? other->write_key : 0, other ? block : 0,
+           !other || other->write_lane >= AGENTS ? 0 : writer_of(*other));
+  }
+  note_use(x, {reader, NOT_OVER, key, thread, address, address + 16});
+}
+
+// Counts the sectors of a box, row by row, and finds what is outside of its tensor.
+void count_box(XrayWorker& x, uint32_t key, int thread, const std::vector<Chunk>& chunks) {
+  bool first = true;
+  for (size_t i = 0; i < chunks.size();) {
+    const uintptr_t low = chunks[i].global;
+    if (!low) {
+      ++i;
+      continue;
+    }
+    uintptr_t high = low;
+    uint64_t lanes = 0;
+    for (; i < chunks.size() && chunks[i].global == high && chunks[i].bytes; ++i, ++lanes) {
+      high += uintptr_t(chunks[i].bytes);
+    }
+    Target* const target = find_target(x, low);
+    if (!target || target->kind != Target::tensor || high > target->high) {
+      report(x, "out of bounds", key, thread, target, low);
+      continue;
+    }
+    Count& count = *site_for(x, key, target).count;
+    count.requests += first, first = false;
+    count.lanes += lanes;
+    count.sectors += ((high - 1) >> 5) - (low >> 5) + 1;
+  }
+}
+
+}  // namespace
+
+void xray_agent_done(Worker& worker, const void* who, Knowledge& to) {
+  XrayWorker& x = *worker.xray;
+  to.resize(size_t(x.columns));
+  const int i = agent(x, who) - AGENTS;
+  to[size_t(worker.thread_count + i)] = x.agent_time[size_t(i)];
+}
+
+void xray_fence_async(Worker& worker) {
+  xray_catch_up(worker);
+  XrayWorker& x = *worker.xray;
+  uint32_t& time = x.clock[worker.warp][worker.lane][worker.lane];
+  x.fenced[size_t(worker.warp * 32 + worker.lane)] = time++;
+}
+
+void xray_barrier_made(Worker& worker, const void* barrier, const void*) {
+  XrayWorker& x = *worker.xray;
+  const int thread = worker.warp * 32 + worker.lane;
+  x.barrier_made[barrier] = {thread, time_of_thread(x, thread)};
+}
+
+void xray_use_barrier(Worker& worker, const void* barrier, bool by_copies, const void* caller) {
+  xray_catch_up(worker);
+  XrayWorker& x = *worker.xray;
+  worker.busy.store(true, std::memory_order_relaxed);
+  const int thread = worker.warp * 32 + worker.lane;
+  const auto [maker, time] = x.barrier_made[barrier];
+  const uint32_t key = key_of(caller, by_copies ? Op::bulk_load : Op::atomic);
+  Target* const target = find_target(x, uintptr_t(barrier));
+  const auto tell = [&](const char* what) {
+    report(x, what, key, thread, target, uintptr_t(barrier), 0, x.worker->block + 1, maker);
+  };
+  if (!knows(x, thread, maker, time)) tell("race");
+  else if (by_copies && x.fenced[size_t(maker)] < time) tell("missing fence");
+  worker.busy.store(false, std::memory_order_relaxed);
+}
+
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* caller) {
+  XrayWorker& x = *worker.xray;
+  const int lane = worker.lane, thread = worker.warp * 32 + lane;
+  const uint32_t key = key_of(caller, Op::bulk_load);
+  const uint64_t block = worker.block + 1;
+  count_box(x, key, thread, chunks);
+  for (const Chunk& chunk : chunks) {
+    const Cells cells = cells_of(x, key, thread, chunk.shared);
+    if (!cells.target) continue;
+    // As a store by the thread that asks for it would be, and then it is under way.
+    touch(x, *cells.target, make_key(uint32_t(pc_of(key)), Op::copy_store, 4), lane, chunk.shared, 16, now(x, lane));
+    for (Cell* cell = cells.begin; cell < cells.end; ++cell) {
+      cell->write_block = block, cell->write_key = key, cell->write_lane = uint16_t(lane);
+      cell->write_moment = make_moment(IN_FLIGHT, worker.warp, time_of(now(x, lane)));
+      cell->read = {};
+    }
+  }
+}
+
+void xray_landed(Worker& worker, const std::vector<Chunk>& chunks, const void* barrier, Knowledge& to) {
+  XrayWorker& x = *worker.xray;
+  const int by = agent(x, barrier);
+  const uint32_t time = ++x.agent_time[size_t(by - AGENTS)];
+  for (const Chunk& chunk : chunks) {
+    Target* const target = find_target(x, chunk.shared);
+    if (!target || target->kind != Target::shared || chunk.shared + 16 > target->high) continue;
+    Cell* const first = &target->cells[(chunk.shared - target->low) >> target->shift];
+    for (Cell* cell = first; cell < first + (16 >> target->shift); ++cell) {
+      cell->write_lane = uint16_t(by), cell->write_moment = make_moment(LANDED, 0, time);
+    }
+  }
+  xray_agent_done(worker, barrier, to);
+}
+
+void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* who, const void* caller) {
+  XrayWorker& x = *worker.xray;
+  const int lane = worker.lane, thread = worker.warp * 32 + lane, reader = agent(x, who);
+  const uint32_t key = key_of(caller, Op::bulk_store);
+  count_box(x, key, thread, chunks);
+  for (const Chunk& chunk : chunks) {
+    begin_read(x, key, thread, chunk.shared, reader);
+    Target* const target = find_target(x, chunk.global);
+    if (!target || target->kind != Target::tensor || chunk.global + uintptr_t(chunk.bytes) > target->high) continue;
+    if (target->role == Role::input) {
+      report(x, "write to input", key, thread, target, chunk.global);
+      continue;
+    }
+    while (target->lock.test_and_set(std::memory_order_acquire)) {
+    }
+    for (int i = 0; i < chunk.bytes; i += target->itemsize) {
+      touch(x, *target, key, lane, chunk.global + uintptr_t(i), target->itemsize, now(x, lane));
+    }
+    target->lock.clear(std::memory_order_release);
+  }
+}
+
+void xray_product(Worker& worker, const std::vector<Chunk>& chunks, const void* who, const void* caller) {
+  XrayWorker& x = *worker.xray;
+  const int thread = worker.warp * 32 + worker.lane, reader = agent(x, who);
+  const uint32_t key = key_of(caller, Op::product);
+  for (const Chunk& chunk : chunks) begin_read(x, key, thread, chunk.shared, reader);
+  if (Target* const target = find_target(x, chunks[0].shared)) {
+    Count& count = *site_for(x, key, target).count;
+    ++count.requests;
+    if (worker.warp % 4 == 0) count.lanes += chunks.size();  // the four warps of a group share what is read
+  }
+}
+
+void xray_read_over(Worker& worker, const std::vector<Chunk>& chunks, const void* who) {
+  XrayWorker& x = *worker.xray;
+  const int reader = agent(x, who);
+  const uint32_t time = ++x.agent_time[size_t(reader - AGENTS)];
+  for (const Chunk& chunk : chunks) {
+    for (auto& use : x.uses[chunk.shared]) {
+      if (use.agent == reader) use.time = time;
+    }
+  }
 }
 
 // ---- what orders blocks -------------------------------------------------------------------------------------------

@@ -11,11 +11,29 @@ namespace simt {
 
 // What an instruction does. The two halves of an asynchronous copy are issued together; that it was waited for, copied,
 // asks for nothing.
-enum class Op : uint8_t { load, store, atomic, copy_load, copy_store, copied, matrix_load, acquire, release };
+// A bulk load or store moves a box between global and shared memory, a product reads both its factors from shared memory:
+// what they ask for does not go by the lanes of a warp.
+enum class Op : uint8_t {
+  load,
+  store,
+  atomic,
+  copy_load,
+  copy_store,
+  copied,
+  matrix_load,
+  acquire,
+  release,
+  matrix_store,
+  bulk_load,
+  bulk_store,
+  product
+};
 constexpr bool only_reads(Op op) {
   return op == Op::load || op == Op::copy_load || op == Op::matrix_load || op == Op::acquire;
 }
-constexpr bool only_writes(Op op) { return op == Op::store || op == Op::copy_store || op == Op::release; }
+constexpr bool only_writes(Op op) {
+  return op == Op::store || op == Op::copy_store || op == Op::release || op == Op::matrix_store || op == Op::bulk_store;
+}
 constexpr bool is_ordered(Op op) { return op == Op::acquire || op == Op::release; }
 constexpr bool may_meet(Op op) { return op == Op::atomic || is_ordered(op); }  // others of these in one word
 enum class Space : uint8_t { global, shared };

@@ -30,11 +30,14 @@ DTYPES = FLOATING
 INCUMBENT = "torch.matmul"
 
 
-def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callable[..., Tensor]:
+def define(
+    name: str, kernels: Kernels, *, tensor_cores: bool = False, copy_engine: bool = False
+) -> Callable[..., Tensor]:
     """Register the operator of a stage and return its public function.
 
     Args:
         tensor_cores: Whether the kernels multiply on tensor cores: 16-bit types, and float32 as TF32.
+        copy_engine: Whether they have operands copied in boxes: 16-bit types alone, whose rows are aligned.
     """
 
     def run(a: Tensor, b: Tensor) -> Tensor:
@@ -45,6 +48,8 @@ def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callab
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         # dA = dC B^T and dB = A^T dC, by the same kernel: it takes any strides, so a transpose is a view.
         a, b = ctx.saved_tensors
+        if copy_engine and not has_aligned_rows(grad):
+            grad = grad.contiguous()  # the gradient of a sum, say, which is one number
         grad_a = product(grad, b.mT) if ctx.needs_input_grad[0] else None
         grad_b = product(a.mT, grad) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b
@@ -58,6 +63,8 @@ def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callab
 
         Args:
             a: [M, K], float64, float32, float16 or bfloat16, on a CPU or a CUDA device. Any strides; nothing is copied.
+                Stage 16 takes float16 and bfloat16 whose rows, or columns, are contiguous and begin at multiples of 16
+                bytes, and K and N that are multiples of 8; C's gradient it copies where that has other strides.
             b: [K, N], of the same dtype and on the same device.
             tf32: Round float32 to TF32 first, to 10 bits of mantissa instead of 23, and multiply on the tensor cores.
                 Stage 15 does, and takes float32 in no other way; the stages before it multiply what they are given.
@@ -70,7 +77,8 @@ def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callab
             TypeError: An argument is no tensor, is not dense, or has another dtype than those above or than its fellow.
             ValueError: An argument is not two-dimensional, the inner sizes differ, the devices differ, or tf32 is asked
                 for another dtype than float32.
-            NotImplementedError: The stage leaves out the dtype or the option. The text names the stage that has it.
+            NotImplementedError: The stage leaves out the dtype, the option, or the layout. The text names the stage
+                that has it.
             KernelFault: The CPU device caught the kernel doing what it may not.
 
         Example:
@@ -79,7 +87,10 @@ def define(name: str, kernels: Kernels, *, tensor_cores: bool = False) -> Callab
             tensor([[11.]])
         """
         check(a, b, tf32)
-        check_precision(name, tensor_cores, a.dtype, tf32)
+        if copy_engine:
+            check_boxes(name, a, b, tf32)
+        else:
+            check_precision(name, tensor_cores, a.dtype, tf32)
         return product(a, b)
 
     return matmul
@@ -113,6 +124,40 @@ def check_precision(name: str, tensor_cores: bool, dtype: torch.dtype, tf32: boo
             f"{CALL}: stage {name} takes float16, bfloat16, and float32 with tf32=True, but a has {dtype}; "
             "stage 14 (matmul_pipelined) takes it"
         )
+
+
+def check_boxes(name: str, a: Tensor, b: Tensor, tf32: bool) -> None:
+    """Raise NotImplementedError unless the copy engine takes a and b in boxes, as they lie, and C and the gradients."""
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        other = "stage 15 (matmul_tensor) takes it" if tf32 else "stage 14 (matmul_pipelined) takes it"
+        raise NotImplementedError(f"{CALL}: stage {name} takes float16 and bfloat16, but a has {a.dtype}; {other}")
+    for what, size in (("K", a.shape[1]), ("N", b.shape[1])):
+        if size % 8:
+            raise NotImplementedError(
+                f"{CALL}: stage {name} takes {what} that are multiples of 8, so that all rows begin at multiples of 16 "
+                f"bytes, but {what} is {size}; stage 15 (matmul_tensor) takes any"
+            )
+    for argument, x in (("a", a), ("b", b)):
+        if not has_aligned_rows(x):
+            raise NotImplementedError(
+                f"{CALL}: stage {name} takes rows or columns that are contiguous and begin at multiples of 16 bytes, but "
+                f"{argument} is {shape(x)} with strides {tuple(x.stride())} and offset {x.storage_offset()}; "
+                "stage 15 (matmul_tensor) takes any"
+            )
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Are the rows or the columns of a matrix contiguous, and does each begin at a multiple of 16 bytes?"""
+    if not x.numel():
+        return True
+    wide = 16 // x.itemsize
+    if x.storage_offset() % wide:
+        return False
+    return any(
+        (x.stride(along) == 1 or x.shape[along] == 1)
+        and (x.shape[1 - along] == 1 or (x.stride(1 - along) % wide == 0 and x.stride(1 - along) > 0))
+        for along in (1, 0)
+    )
 
 
 FASTEST = ("14_matmul_pipelined", "15_matmul_tensor")

@@ -25,6 +25,11 @@ class Counts:
     shared_store_wavefronts: int = 0
     shared_store_conflicts: int = 0
     shared_copy_wavefronts: int = 0  # of asynchronous copies
+    bulk_load_requests: int = 0  # boxes that the copy engine brings
+    bulk_load_sectors: int = 0
+    bulk_store_requests: int = 0
+    bulk_store_sectors: int = 0
+    products: int = 0  # by a warp, straight from shared memory
     barriers: int = 0
 
     def metrics(self) -> dict[str, int]:
@@ -69,7 +74,8 @@ class Site:
     stage: str
     kernel: str
     line: Line
-    op: str  # "load", "store", "atomic", or "copy": an asynchronous one, into shared memory
+    op: str  # "load", "store", "atomic", "copy": an asynchronous one, into shared memory, or of Hopper's own machine:
+    # "bulk_load", "bulk_store", and "product", which reads its factors from shared memory
     space: str  # "global" or "shared"
     name: str  # of the tensor, or of the shared array
     size: int  # bytes a thread asks for at once
@@ -137,6 +143,8 @@ class Fault:
             "uninitialised read": f"{here} reads {byte}, which nothing has written",
             "write to input": f"{here} writes {byte}, which is an input",
             "copy in flight": f"{here} touches {byte}, which the copy of {other} has not brought yet",
+            "read in flight": f"{here} writes {byte}, which {other} may still have read",
+            "missing fence": f"{here} has {byte} read beside the threads, and {other} wrote it with no fence_async since",
             "wrong memory": f"{here} reaches {byte} by an instruction for {elsewhere} memory",
             "misaligned": f"{here} reaches {byte}, which is not aligned to the width of the access",
             "divergent barrier": f"{here} waits at a barrier that not all threads of its block reach",
@@ -181,6 +189,8 @@ class Report:
             if site.space == "global":
                 total[f"{site.op}_requests"] += site.requests
                 total[f"{site.op}_sectors"] += site.sectors
+            elif site.op == "product":
+                total["products"] += site.requests
             else:
                 op = "store" if site.op == "atomic" else site.op
                 total[f"shared_{op}_wavefronts"] += site.wavefronts
