@@ -178,6 +178,51 @@ __device__ __forceinline__ void sync_group(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
+// ---- clusters -------------------------------------------------------------------------------------------------------
+// Blocks beside each other that run at the same time and reach each other's shared memory: the boxes that one of them
+// loads may go to all, and a thread may arrive at another block's barrier, as long as that block has not ended.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+
+// A barrier of all threads of the cluster that have not returned.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at the barrier at this place of the block of that rank.
+__device__ __forceinline__ void arrive_at(int rank, MBarrier& barrier) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(detail::shared_address(&barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// launch<kernel>(...) in clusters of so many blocks, along x.
+template <auto Kernel, typename... Arguments>
+void launch_clusters(int cluster, Grid grid, dim3 block, size_t dynamic_shared, Stream stream, Arguments... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  const std::string name = detail::kernel_name<Kernel>();
+  detail::check_grid(name, grid, block);
+  const detail::DeviceGuard guard(stream.device);
+  const std::string what = "kernel " + name + ", grid (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) +
+                           ", " + std::to_string(grid.z) + "), clusters of " + std::to_string(cluster) + ", " +
+                           std::to_string(dynamic_shared) + " bytes of dynamic shared memory";
+  detail::check_cuda(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_shared)),
+                     what);
+  cudaLaunchAttribute clusters{};
+  clusters.id = cudaLaunchAttributeClusterDimension;
+  clusters.val.clusterDim.x = unsigned(cluster), clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
+  cudaLaunchConfig_t how{};
+  how.gridDim = dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), how.blockDim = block;
+  how.dynamicSmemBytes = dynamic_shared, how.stream = static_cast<cudaStream_t>(stream.handle);
+  how.attrs = &clusters, how.numAttrs = 1;
+  detail::check_cuda(cudaLaunchKernelEx(&how, Kernel, arguments...), what);
+}
+
 // ---- copies ---------------------------------------------------------------------------------------------------------
 // Starts to copy the box whose first element is element `along` of row `across` of a matrix, as it lies in memory. The
 // bytes of the whole box count for the barrier, also those past the edges.
@@ -187,6 +232,17 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, int64_t
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(detail::shared_address(to)),
       "l"(&map), "r"(int(along)), "r"(int(across)), "r"(detail::shared_address(&barrier))
+      : "memory");
+}
+
+// The same to this place of several blocks of the cluster, bit i of `blocks` for the one of rank i; each has its own
+// barrier for it, at this place. It is read once for all of them.
+__device__ __forceinline__ void load_box_to(unsigned blocks, void* to, const TensorMap& map, int64_t along,
+                                            int64_t across, MBarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(detail::shared_address(to)),
+      "l"(&map), "r"(int(along)), "r"(int(across)), "r"(detail::shared_address(&barrier)), "h"(uint16_t(blocks))
       : "memory");
 }
 
@@ -337,7 +393,12 @@ void fence_async();
 void arrive(void* barrier, int bytes, bool expecting, const char* file, int line);
 void wait(void* barrier, uint32_t parity, const char* file, int line);
 void sync_group(int number, int threads, const char* file, int line);
-void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, void* barrier, const char* file, int line);
+void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, void* barrier, unsigned blocks,
+              const char* file, int line);
+int cluster_rank();
+void cluster_sync(const char* file, int line);
+void arrive_at(void* barrier, int rank, const char* file, int line);
+void launch_clusters(const Launch& launch, int cluster);
 void store_box(const TensorMap& map, int64_t along, int64_t across, const void* from, const char* file, int line);
 void store_commit();
 void store_wait(int left);
@@ -366,7 +427,31 @@ __forceinline__ void sync_group(int number, SIMT_CALLER) {
 
 __forceinline__ void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, MBarrier& barrier,
                               SIMT_CALLER) {
-  simt::load_box(to, map, along, across, &barrier, file, line);
+  simt::load_box(to, map, along, across, &barrier, 0, file, line);
+}
+__forceinline__ void load_box_to(unsigned blocks, void* to, const TensorMap& map, int64_t along, int64_t across,
+                                 MBarrier& barrier, SIMT_CALLER) {
+  simt::load_box(to, map, along, across, &barrier, blocks, file, line);
+}
+
+__forceinline__ int cluster_rank() { return simt::cluster_rank(); }
+__forceinline__ void cluster_sync(SIMT_CALLER) { simt::cluster_sync(file, line); }
+__forceinline__ void arrive_at(int rank, MBarrier& barrier, SIMT_CALLER) {
+  simt::arrive_at(&barrier, rank, file, line);
+}
+
+template <auto Kernel, typename... Arguments>
+void launch_clusters(int cluster, Grid grid, dim3 block, size_t dynamic_shared, Stream, Arguments... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  static const std::string name = detail::kernel_name<Kernel>();
+  detail::check_grid(name, grid, block);
+  using Call = detail::Call<Kernel, Arguments...>;
+  static_cast<void>(Call::registered);
+  Call call{{arguments...}};
+  simt::launch_clusters(
+      {name.c_str(), dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), block, dynamic_shared, &Call::run,
+       &call, reinterpret_cast<const void*>(Kernel), uint64_t(grid.x) * uint64_t(grid.y) * uint64_t(grid.z)},
+      cluster);
 }
 __forceinline__ void store_box(const TensorMap& map, int64_t along, int64_t across, const void* from, SIMT_CALLER) {
   simt::store_box(map, along, across, from, file, line);

@@ -14,6 +14,7 @@ namespace {
 constexpr int REGISTERS = 65536;  // of a multiprocessor
 constexpr int GROUPS = MAX_WARPS / 4;
 constexpr int NAMED = 16;
+constexpr int MOST_BLOCKS = MAX_THREADS / WARPGROUP;  // of a cluster
 
 // Memory is asked for while no signal may end the fiber: the heap's lock would stay taken.
 struct Busy {
@@ -71,7 +72,7 @@ struct Event {
   uint32_t parity = 0;
   const Meeting* met = nullptr;
   uint64_t times = 0;
-  int count = 0;  // of registers
+  int count = 0, rank = 0;  // of registers, and whose
 };
 
 }  // namespace
@@ -82,13 +83,23 @@ struct Hopper {
   std::vector<Stores> stores;
   std::vector<Products> products;
   std::vector<Event> events;
-  Meeting named[NAMED], groups[GROUPS];
-  int registers[MAX_WARPS] = {}, registers_free = 0;  // of each thread of a warp; of the block
+  Meeting groups[GROUPS], cluster;
+  struct Block {
+    Meeting named[NAMED], all;
+    int registers_free = 0;
+  } blocks[MOST_BLOCKS];
+  int registers[MAX_WARPS] = {};  // of each thread of a warp
 };
 
 namespace {
 
 int current(const Worker& worker) { return worker.warp * 32 + worker.lane; }
+int own_rank(const Worker& worker) { return worker.rank_of(current(worker)); }
+
+// The same place in another block of the cluster.
+uintptr_t in_block(const Worker& worker, const void* place, int rank) {
+  return uintptr_t(place) + uintptr_t(int64_t(rank - own_rank(worker)) * int64_t(worker.block_shared));
+}
 
 Hopper& hopper_of(Worker& worker) {
   if (worker.hopper_used) return *worker.hopper;
@@ -97,9 +108,9 @@ Hopper& hopper_of(Worker& worker) {
   Hopper& hopper = *worker.hopper;
   const auto threads = size_t(worker.thread_count);
   hopper.stores.resize(threads), hopper.products.resize(threads), hopper.events.resize(threads);
-  const int each = std::min(255, REGISTERS / worker.thread_count) / 8 * 8;
+  const int each = std::min(255, REGISTERS / worker.block_threads) / 8 * 8;
   std::fill(std::begin(hopper.registers), std::end(hopper.registers), each);
-  hopper.registers_free = REGISTERS - each * worker.thread_count;
+  for (auto& block : hopper.blocks) block.registers_free = REGISTERS - each * worker.block_threads;
   worker.hopper_used = true;
   if (worker.xray) xray_begin_knowledge(worker);
   return hopper;
@@ -109,7 +120,7 @@ bool has_come(const Hopper& hopper, const Event& event) {
   switch (event.kind) {
     case Event::phase: return (event.barrier->phase & 1) != event.parity;
     case Event::meeting: return event.met->times != event.times;
-    case Event::registers: return hopper.registers_free >= event.count;
+    case Event::registers: return hopper.blocks[event.rank].registers_free >= event.count;
     case Event::none: break;
   }
   return true;
@@ -152,8 +163,11 @@ void wait_for(Worker& worker, const Event& event, const char* what, const char* 
 // ---- barriers -----------------------------------------------------------------------------------------------------
 std::string place_in(const Worker& worker, const void* place) {
   const auto offset = static_cast<const char*>(place) - worker.dynamic_shared;
-  if (offset < 0 || size_t(offset) >= worker.launch->dynamic_shared) return "outside of dynamic shared memory";
-  return "at byte " + std::to_string(offset) + " of dynamic shared memory";
+  if (offset < 0 || size_t(offset) >= size_t(worker.cluster) * worker.block_shared)
+    return "outside of dynamic shared memory";
+  std::string text = "at byte " + std::to_string(size_t(offset) % worker.block_shared) + " of dynamic shared memory";
+  if (worker.cluster > 1) text += " of block " + std::to_string(size_t(offset) / worker.block_shared);
+  return text;
 }
 
 Barrier& barrier_at(Worker& worker, const void* place, const char* what, const char* file, int line) {
@@ -320,10 +334,45 @@ bool multiply(Worker& worker, Hopper& hopper, int first, int left) {
 
 }  // namespace
 
+namespace {
+
+// The barrier of all threads of some blocks of a cluster that have not returned.
+void meet_all(Worker& worker, Meeting& meeting, int first, int end) {
+  meeting.threads = 0;
+  std::vector<int> threads;
+  for (int t = first * worker.block_threads; t < end * worker.block_threads; ++t) {
+    if (worker.threads[t].wait == Wait::done) continue;
+    ++meeting.threads;
+    if (worker.xray) threads.push_back(t);
+  }
+  if (!meeting.here || meeting.here < meeting.threads) return;
+  if (worker.xray) xray_learn(worker, threads);
+  meeting.here = 0, ++meeting.times;
+  worker.barriers += uint64_t(end - first);
+  wake(worker);
+}
+
+void wait_for_all(Worker& worker, Meeting& meeting, const char* what, const char* file, int line) {
+  if (worker.xray) xray_catch_up(worker);
+  ++meeting.here;
+  Event event;
+  event.kind = Event::meeting, event.met = &meeting, event.times = meeting.times;
+  wait_for(worker, event, what, file, line);
+}
+
+}  // namespace
+
+void barrier_in_cluster(Worker& worker, const char* what, const char* file, int line) {
+  wait_for_all(worker, hopper_of(worker).blocks[own_rank(worker)].all, what, file, line);
+}
+
 // ---- what the scheduler asks --------------------------------------------------------------------------------------
-// Called when no thread can run: copies come, one by one, until one can.
+// Called when no thread can run: barriers of blocks and clusters are met where all who are left have come; then copies
+// come, one by one, until a thread can run.
 bool release_events(Worker& worker) {
   Hopper& hopper = *worker.hopper;
+  for (int rank = 0; rank < worker.cluster; ++rank) meet_all(worker, hopper.blocks[rank].all, rank, rank + 1);
+  meet_all(worker, hopper.cluster, 0, worker.cluster);
   while (!worker.runnable_warps && !hopper.loads.empty()) land_one(worker, hopper);
   return worker.runnable_warps != 0;
 }
@@ -343,7 +392,7 @@ std::string event_of(const Worker& worker, int thread) {
            " threads have come";
   }
   return ", for " + std::to_string(event.count) + " more registers, of which " +
-         std::to_string(worker.hopper->registers_free) + " are free";
+         std::to_string(worker.hopper->blocks[event.rank].registers_free) + " are free";
 }
 
 void end_events(Worker& worker) {
@@ -380,12 +429,13 @@ void fence_async() {
   if (worker.xray) xray_fence_async(worker);
 }
 
-void arrive(void* place, int bytes, bool expecting, const char* file, int line) {
-  Worker& worker = *here()->worker;
-  const char* const what = expecting ? "arrive_expecting" : "arrive";
+namespace {
+
+void arrive_at_barrier(Worker& worker, void* place, int bytes, const char* what, const void* caller, const char* file,
+                       int line) {
   Barrier& barrier = barrier_at(worker, place, what, file, line);
   if (worker.xray) {
-    xray_use_barrier(worker, place, false, __builtin_return_address(0));
+    xray_use_barrier(worker, place, false, caller);
     const Busy busy(worker);
     xray_give(worker, barrier.gathered);
   }
@@ -397,6 +447,27 @@ void arrive(void* place, int bytes, bool expecting, const char* file, int line) 
   }
   barrier.bytes += bytes, --barrier.left;
   end_phase(worker, barrier);
+}
+
+// Shared memory of a block is there as long as the block is.
+void check_rank(Worker& worker, int rank, const char* what, const char* file, int line) {
+  if (rank < 0 || rank >= worker.cluster) {
+    refuse(worker,
+           std::string(what) + ": a cluster of " + std::to_string(worker.cluster) + " has no block " +
+               std::to_string(rank),
+           file, line);
+  }
+  for (int t = rank * worker.block_threads; t < (rank + 1) * worker.block_threads; ++t) {
+    if (worker.threads[t].wait != Wait::done) return;
+  }
+  refuse(worker, std::string(what) + ": block " + std::to_string(rank) + " of the cluster has ended", file, line);
+}
+
+}  // namespace
+
+void arrive(void* place, int bytes, bool expecting, const char* file, int line) {
+  arrive_at_barrier(*here()->worker, place, bytes, expecting ? "arrive_expecting" : "arrive",
+                    __builtin_return_address(0), file, line);
 }
 
 void wait(void* place, uint32_t parity, const char* file, int line) {
@@ -417,13 +488,27 @@ void wait(void* place, uint32_t parity, const char* file, int line) {
   xray_take(worker, current(worker), barrier.known);
 }
 
+int cluster_rank() { return own_rank(*here()->worker); }
+
+void cluster_sync(const char* file, int line) {
+  Worker& worker = *here()->worker;
+  wait_for_all(worker, hopper_of(worker).cluster, "cluster_sync", file, line);
+}
+
+void arrive_at(void* place, int rank, const char* file, int line) {
+  Worker& worker = *here()->worker;
+  check_rank(worker, rank, "arrive_at", file, line);
+  arrive_at_barrier(worker, reinterpret_cast<void*>(in_block(worker, place, rank)), 0, "arrive_at",
+                    __builtin_return_address(0), file, line);
+}
+
 void sync_group(int number, int threads, const char* file, int line) {
   Worker& worker = *here()->worker;
   Hopper& hopper = hopper_of(worker);
   if (number < 1 || number >= NAMED) {
     refuse(worker, "sync_group: barriers 1 to 15 are there, got " + std::to_string(number), file, line);
   }
-  Meeting& meeting = hopper.named[number];
+  Meeting& meeting = hopper.blocks[own_rank(worker)].named[number];
   if (worker.xray) {
     xray_catch_up(worker);
     const Busy busy(worker);
@@ -452,16 +537,26 @@ void sync_group(int number, int threads, const char* file, int line) {
   xray_take(worker, current(worker), meeting.known);
 }
 
-void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, void* place, const char* file, int line) {
+void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, void* place, unsigned blocks,
+              const char* file, int line) {
+  const void* const caller = __builtin_return_address(0);
   Worker& worker = *here()->worker;
-  Barrier& barrier = barrier_at(worker, place, "load_box", file, line);
   check_box(worker, to, "load_box", file, line);
   probe(to), probe(static_cast<char*>(to) + size_t(map.box_height) * 128 - 1);
-  if (worker.xray) xray_use_barrier(worker, place, true, __builtin_return_address(0));
-  const Busy busy(worker);
-  Load load{chunks_of(map, along, across, to), &barrier, place, map.box_height * 128};
-  if (worker.xray) xray_load(worker, load.chunks, __builtin_return_address(0));
-  worker.hopper->loads.push_back(std::move(load));
+  if (!blocks) blocks = 1u << own_rank(worker);
+  bool first = true;  // what is read is read once
+  for (; blocks; blocks &= blocks - 1, first = false) {
+    const int rank = __builtin_ctz(blocks);
+    check_rank(worker, rank, "load_box", file, line);
+    void* const there = reinterpret_cast<void*>(in_block(worker, place, rank));
+    Barrier& barrier = barrier_at(worker, there, "load_box", file, line);
+    if (worker.xray) xray_use_barrier(worker, there, true, caller);
+    const Busy busy(worker);
+    Load load{chunks_of(map, along, across, reinterpret_cast<const void*>(in_block(worker, to, rank))), &barrier, there,
+              map.box_height * 128};
+    if (worker.xray) xray_load(worker, load.chunks, first, caller);
+    worker.hopper->loads.push_back(std::move(load));
+  }
 }
 
 void store_box(const TensorMap& map, int64_t along, int64_t across, const void* from, const char* file, int line) {
@@ -602,12 +697,13 @@ void change_registers(int count, bool take, const char* file, int line) {
            file, line);
   }
   const int change = 32 * (count - own);
-  while (change > hopper.registers_free) {
+  int& free = hopper.blocks[own_rank(worker)].registers_free;
+  while (change > free) {
     Event event;
-    event.kind = Event::registers, event.count = change;
+    event.kind = Event::registers, event.count = change, event.rank = own_rank(worker);
     wait_for(worker, event, "take_registers", file, line);
   }
-  hopper.registers_free -= change;
+  free -= change;
   own = count;
   wake(worker);
 }

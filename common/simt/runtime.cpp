@@ -107,7 +107,7 @@ std::string describe(uint3 i) {
 }
 
 uint3 Worker::thread_index(int thread) const {
-  const unsigned t = unsigned(thread), x = launch->block.x, y = launch->block.y;
+  const unsigned t = unsigned(thread - rank_of(thread) * block_threads), x = launch->block.x, y = launch->block.y;
   return {t % x, t / x % y, t / (x * y)};
 }
 
@@ -220,7 +220,8 @@ std::string place_of(const Thread& thread) {
 }  // namespace
 
 std::string head(const Worker& worker) {
-  return "kernel " + std::string(worker.launch->kernel) + ", block " + describe(worker.block_index) + ": ";
+  const std::string which = worker.cluster == 1 ? "" : ", in a cluster of " + std::to_string(worker.cluster);
+  return "kernel " + std::string(worker.launch->kernel) + ", block " + describe(worker.block_index) + which + ": ";
 }
 
 // An address in the module's code as a token that Python turns into file and line.
@@ -388,7 +389,7 @@ void begin_thread(Worker& worker, Here& here) {
   worker.threads[t].wait = Wait::nothing;
   here.self = &worker.threads[t];
   here.thread = worker.thread_index(t);
-  here.block = worker.block_index;
+  here.block = worker.block_index_of(t);
   here.block_size = worker.launch->block;
   here.grid_size = worker.launch->grid;
   here.log = nullptr;
@@ -470,6 +471,7 @@ void barrier(const char* what, const char* file, int line) {
   Here& place = *here();
   Worker& worker = *place.worker;
   Thread& thread = *place.self;
+  if (worker.cluster > 1) return barrier_in_cluster(worker, what, file, line);
   thread.wait = Wait::barrier;
   thread.what = what, thread.file = file, thread.line = line;
   if (worker.at_barrier++ == 0) {
@@ -537,7 +539,10 @@ unsigned active_mask() {
   return worker.warps[worker.warp].alive;
 }
 unsigned lane_id() { return unsigned(here()->worker->lane); }
-void* dynamic_shared() { return here()->worker->dynamic_shared; }
+void* dynamic_shared() {
+  const Worker& worker = *here()->worker;
+  return worker.dynamic_shared + size_t(worker.rank_of(worker.warp * 32 + worker.lane)) * worker.block_shared;
+}
 
 void trap(const char* why, const char* file, int line) {
   Worker& worker = *here()->worker;
@@ -574,7 +579,8 @@ Worker* take_worker(bool wait, bool spare) {
     if (spare) madvise(worker->slab, SLAB_SIZE, MADV_NOHUGEPAGE);
     else madvise(worker->slab, LARGE_PAGES, MADV_HUGEPAGE);  // where the system has none, it goes on without
     worker->free_stacks.reserve(MAX_THREADS);
-    worker->dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, MAX_SHARED + 1024));
+    worker->dynamic_room = MAX_SHARED + 1024;
+    worker->dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, worker->dynamic_room));
     worker_of_slab[pool.size()] = worker.get();
     pool.push_back(std::move(worker));
     return pool.back().get();
@@ -602,6 +608,8 @@ void return_worker(Worker* worker) {
 struct Job {
   const Launch& launch;
   const std::vector<SharedVariable>& shared;
+  const int cluster;     // blocks that run as one
+  const uint64_t units;  // that begin by themselves: clusters, or else blocks
   std::atomic<uint64_t> next{0};
   std::atomic<bool> stop{false};
   std::mutex mutex;  // of everything below
@@ -615,9 +623,10 @@ struct Job {
   Clock::time_point looked = Clock::now();  // for blocks that wait for ever
   int quiet = 0;                            // times in a row that none did anything else
 
-  Job(const Launch& launch, const std::vector<SharedVariable>& shared) : launch(launch), shared(shared) {}
+  Job(const Launch& launch, const std::vector<SharedVariable>& shared, int cluster)
+      : launch(launch), shared(shared), cluster(cluster), units(launch.blocks / uint64_t(cluster)) {}
   int running() const { return int(workers.size() - waiting.size()); }
-  uint64_t not_begun() const { return launch.blocks - std::min(launch.blocks, next.load()); }
+  uint64_t not_begun() const { return units - std::min(units, next.load()); }
   void end() {
     stop = true;
     for (Worker* worker : waiting) worker->turn.notify_one();
@@ -691,13 +700,13 @@ bool is_stuck(Job& job) {
 }
 
 std::string who_else_waits(const Job& job) {
-  if (job.launch.blocks == 1) return "";
+  if (job.units == 1) return "";
   const std::string begun = std::to_string(job.workers.size());
   if (const uint64_t left = job.not_begun()) {
     return "; so do all " + begun + " blocks that have begun and not ended, and " + std::to_string(left) +
            " never began: at most " + std::to_string(RESIDENT_BLOCKS) + " blocks may wait for one another here";
   }
-  return "; so do all blocks that have not ended, " + begun + " of " + std::to_string(job.launch.blocks) +
+  return "; so do all blocks that have not ended, " + begun + " of " + std::to_string(job.units) +
          ": what they wait for was never written";
 }
 
@@ -737,10 +746,10 @@ bool give_way(Worker& worker) {
 uint64_t block_at(const Job& job, uint64_t i) {
   switch (config.order) {
     case Order::forward: return i;
-    case Order::reverse: return job.launch.blocks - 1 - i;
+    case Order::reverse: return job.units - 1 - i;
     case Order::random: break;
   }
-  return uint64_t((__uint128_t(i) * job.step + job.start) % job.launch.blocks);
+  return uint64_t((__uint128_t(i) * job.step + job.start) % job.units);
 }
 
 void begin_block(Worker& worker, uint64_t block) {
@@ -764,7 +773,9 @@ void begin_block(Worker& worker, uint64_t block) {
   for (const auto& variable : *worker.shared) {
     if (variable.owned) std::memset(worker.tls + variable.offset, 0xff, variable.size);
   }
-  if (launch.dynamic_shared) std::memset(worker.dynamic_shared, 0xff, launch.dynamic_shared);
+  if (launch.dynamic_shared) {
+    std::memset(worker.dynamic_shared, 0xff, size_t(worker.cluster - 1) * worker.block_shared + launch.dynamic_shared);
+  }
   if (worker.xray) xray_begin_block(worker);
 }
 
@@ -814,7 +825,15 @@ void work(Job& job, Worker& worker, bool launching, uint64_t first) {
   const Launch& launch = job.launch;
   worker.launch = &launch;
   worker.in_order = config.order == Order::forward;
-  worker.thread_count = int(launch.block.x * launch.block.y * launch.block.z);
+  worker.cluster = job.cluster;
+  worker.block_threads = int(launch.block.x * launch.block.y * launch.block.z);
+  worker.block_shared = (launch.dynamic_shared + 1023) / 1024 * 1024;
+  if (const size_t room = size_t(job.cluster) * worker.block_shared; room > worker.dynamic_room) {
+    std::free(worker.dynamic_shared);
+    worker.dynamic_room = room;
+    worker.dynamic_shared = static_cast<char*>(std::aligned_alloc(1024, room));
+  }
+  worker.thread_count = worker.block_threads * job.cluster;
   worker.warp_count = (worker.thread_count + 31) / 32;
   worker.fault.clear();
   worker.barriers = worker.warp_syncs = 0;
@@ -829,9 +848,9 @@ void work(Job& job, Worker& worker, bool launching, uint64_t first) {
   worker.ask = launching ? interrupted : nullptr;
   worker.was_interrupted = false;
   bool alone = launching;
-  for (uint64_t i = first; i < launch.blocks && !job.stop.load(std::memory_order_relaxed);
+  for (uint64_t i = first; i < job.units && !job.stop.load(std::memory_order_relaxed);
        i = job.next.fetch_add(1, std::memory_order_relaxed)) {
-    begin_block(worker, block_at(job, i));
+    begin_block(worker, block_at(job, i) * uint64_t(job.cluster));
     if (!run_block(worker)) {
       std::lock_guard lock(job.mutex);
       job.was_interrupted |= worker.was_interrupted;
@@ -880,17 +899,38 @@ void check(const Launch& launch) {
   }
 }
 
+void check_clusters(const Job& job) {
+  const dim3 g = job.launch.grid, b = job.launch.block;
+  const auto refuse = [&](const std::string& what) {
+    throw std::invalid_argument("kernel " + std::string(job.launch.kernel) + " cannot be launched in clusters of " +
+                                std::to_string(job.cluster) + " blocks: " + what);
+  };
+  if (g.x % unsigned(job.cluster) || g.y != 1 || g.z != 1) refuse("its grid has " + describe({g.x, g.y, g.z}));
+  const unsigned threads = b.x * b.y * b.z;
+  if (threads % 128 || threads * unsigned(job.cluster) > unsigned(MAX_THREADS)) {
+    refuse("the CPU device runs a cluster as one block, of at most 1024 threads, each block whole groups of 128; got " +
+           std::to_string(threads) + " a block");
+  }
+  for (const SharedVariable& variable : job.shared) {
+    if (variable.owned) refuse("the CPU device has dynamic shared memory for each of them, but one " + variable.name);
+  }
+}
+
 }  // namespace
 
-void launch(const Launch& launch) {
+void launch_clusters(const Launch& launch, int cluster);
+void launch(const Launch& launch) { launch_clusters(launch, 1); }
+
+void launch_clusters(const Launch& launch, int cluster) {
   check(launch);
   if (!launch.blocks) return;
-  Job job(launch, shared_variables_of(launch.entry));
+  Job job(launch, shared_variables_of(launch.entry), cluster);
+  if (cluster > 1) check_clusters(job);
   if (config.order == Order::random) {
     uint64_t state = config.seed;
-    job.start = next_random(state) % launch.blocks;
-    do job.step = next_random(state) % launch.blocks | 1;
-    while (gcd(job.step, launch.blocks) != 1);
+    job.start = next_random(state) % job.units;
+    do job.step = next_random(state) % job.units | 1;
+    while (gcd(job.step, job.units) != 1);
   }
   ensure_signals();
   xray_begin_launch(launch, job.shared);

@@ -117,15 +117,18 @@ struct Worker {
   Thread threads[MAX_THREADS + 1];
   Warp warps[MAX_WARPS];
   unsigned runnable_warps = 0, meeting_warps = 0, spinning_warps = 0;
-  int thread_count = 0, warp_count = 0, alive = 0, at_barrier = 0;
-  int warp = 0, lane = 0;  // who runs
+  int thread_count = 0, warp_count = 0, alive = 0, at_barrier = 0;  // of all blocks of a cluster, which run as one
+  int warp = 0, lane = 0;                                           // who runs
   int barrier_predicates = 0, barrier_result = 0, barrier_threads = 0, barrier_line = 0;
   const char* barrier_file = nullptr;
   Thread* barrier_first = nullptr;
   bool in_order = true;  // forward
 
   const Launch* launch = nullptr;
-  uint64_t block = 0;  // linear index
+  int cluster = 1;          // blocks
+  int block_threads = 0;    // of each of them
+  size_t block_shared = 0;  // bytes from the dynamic shared memory of one to that of the next
+  uint64_t block = 0;       // linear index, of the first one
   uint3 block_index{};
   uint64_t random = 0;
 
@@ -135,7 +138,8 @@ struct Worker {
   void* main_sp = nullptr;
 
   char* dynamic_shared = nullptr;
-  char* tls = nullptr;  // the module's thread-local segment on this OS thread
+  size_t dynamic_room = 0;  // bytes
+  char* tls = nullptr;      // the module's thread-local segment on this OS thread
   const std::vector<SharedVariable>* shared = nullptr;
 
   bool (*ask)() = nullptr;  // the launching thread's: is there an interrupt?
@@ -175,7 +179,11 @@ struct Worker {
   XrayWorker* xray = nullptr;  // set while a recording is on
 
   Thread& current() { return threads[warp * 32 + lane]; }
+  int rank_of(int thread) const { return cluster == 1 ? 0 : thread / block_threads; }  // of its block in the cluster
   uint3 thread_index(int thread) const;
+  uint3 block_index_of(int thread) const {
+    return {block_index.x + unsigned(rank_of(thread)), block_index.y, block_index.z};
+  }
 };
 
 extern uintptr_t stacks_low, stacks_high;  // where the stacks of all workers lie
@@ -216,7 +224,8 @@ void drop_copies(Worker& worker);
 // ---- hopper.cpp ---------------------------------------------------------------------------------------------------
 bool release_events(Worker& worker);  // no thread can run: does any go on now?
 std::string event_of(const Worker& worker, int thread);
-void end_events(Worker& worker);  // of a block that has ended
+void end_events(Worker& worker);                                                        // of a block that has ended
+void barrier_in_cluster(Worker& worker, const char* what, const char* file, int line);  // of the thread's own block
 
 // ---- what the runtime asks of the x-ray ---------------------------------------------------------------------------
 void xray_begin_launch(const Launch& launch, const std::vector<SharedVariable>& shared);
@@ -248,6 +257,7 @@ void xray_catch_up(Worker& worker);  // returns when what the warp's lanes did b
 // told apart by any address of their own.
 using Knowledge = std::vector<uint32_t>;
 void xray_begin_knowledge(Worker& worker);
+void xray_learn(Worker& worker, const std::vector<int>& threads);   // all that any of them has done, each of them knows
 void xray_give(Worker& worker, Knowledge& to);                      // all that the running thread has done, and knows
 void xray_take(Worker& worker, int thread, const Knowledge& from);  // a thread knows it from now on
 void xray_agent_done(Worker& worker, const void* agent, Knowledge& to);
@@ -258,7 +268,7 @@ struct Chunk {  // 16 bytes of shared memory, and of global memory as many as th
   uintptr_t shared, global;
   int bytes;
 };
-void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* caller);  // begins
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, bool reads, const void* caller);  // begins
 void xray_landed(Worker& worker, const std::vector<Chunk>& chunks, const void* barrier, Knowledge& to);
 void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);  // begins
 void xray_product(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);

@@ -197,7 +197,7 @@ void report(XrayWorker& x, const char* kind, uint32_t key, int thread, const Tar
   if (!fresh) return;
   fault.kind = kind;
   fault.pc = pc_of(key), fault.other_pc = pc_of(other_key);
-  fault.block = x.worker->block_index;
+  fault.block = x.worker->block_index_of(thread);
   fault.thread = x.worker->thread_index(thread);
   const dim3 grid = x.worker->launch->grid;
   if (other_block != NOBODY && other_block != MANY) {
@@ -206,6 +206,7 @@ void report(XrayWorker& x, const char* kind, uint32_t key, int thread, const Tar
   } else {
     fault.other_block = fault.block;
   }
+  if (x.worker->cluster > 1 && other_thread >= 0) fault.other_block = x.worker->block_index_of(other_thread);
   fault.other_thread = other_thread >= 0 ? x.worker->thread_index(other_thread) : uint3{};
   fault.space = target && target->kind == Target::shared ? Space::shared : Space::global;
   fault.tensor = target && target->kind == Target::tensor ? target->index : -1;
@@ -213,6 +214,7 @@ void report(XrayWorker& x, const char* kind, uint32_t key, int thread, const Tar
                      ? (target->index < 0 ? "dynamic shared memory" : state.shared[size_t(target->index)].name)
                      : "";
   fault.offset = target ? int64_t(address - target->low) : 0;
+  if (x.worker->cluster > 1 && fault.space == Space::shared) fault.offset %= int64_t(x.worker->block_shared);
 }
 
 // When a lane of this warp does what it does. Until a warp barrier is met all lanes are at one moment.
@@ -855,10 +857,10 @@ void add_knowledge(const XrayWorker& x, int thread, Knowledge& all) {
 void xray_barrier(Worker& worker) {
   XrayWorker& x = *worker.xray;
   ++x.epoch;
-  if (x.columns) {  // all threads know what any of them does
-    Knowledge all(size_t(x.columns));
-    for (int thread = 0; thread < worker.thread_count; ++thread) add_knowledge(x, thread, all);
-    for (int thread = 0; thread < worker.thread_count; ++thread) xray_take(worker, thread, all);
+  if (x.columns) {
+    std::vector<int> all(size_t(worker.thread_count));
+    for (int thread = 0; thread < worker.thread_count; ++thread) all[size_t(thread)] = thread;
+    xray_learn(worker, all);
   }
   if (x.acquired.empty()) return;
   std::vector<uint32_t> all;
@@ -882,9 +884,9 @@ void xray_sync_warp(Worker& worker, int warp, unsigned mask) {
     for (int lane = 0; lane < 32; ++lane) joined[lane] = std::max(joined[lane], row[lane]);
   }
   if (x.columns) {
-    Knowledge all(size_t(x.columns));
-    for (unsigned rest = mask; rest; rest &= rest - 1) add_knowledge(x, warp * 32 + __builtin_ctz(rest), all);
-    for (unsigned rest = mask; rest; rest &= rest - 1) xray_take(worker, warp * 32 + __builtin_ctz(rest), all);
+    std::vector<int> lanes;
+    for (unsigned rest = mask; rest; rest &= rest - 1) lanes.push_back(warp * 32 + __builtin_ctz(rest));
+    xray_learn(worker, lanes);
   }
   for (unsigned rest = mask; rest; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
@@ -941,7 +943,8 @@ XrayWorker* xray_attach(Worker& worker) {
     add(uintptr_t(worker.tls) + state.shared[i].offset, state.shared[i].size, Target::shared, int(i), true);
   }
   if (state.launch->dynamic_shared) {
-    add(uintptr_t(worker.dynamic_shared), state.launch->dynamic_shared, Target::shared, -1, true);
+    const size_t others = size_t(worker.cluster - 1) * worker.block_shared;
+    add(uintptr_t(worker.dynamic_shared), others + state.launch->dynamic_shared, Target::shared, -1, true);
   }
   add(module().low, module().high - module().low, Target::ignored, -1, false);
   return x;
@@ -1022,6 +1025,16 @@ void xray_begin_knowledge(Worker& worker) {
   x.knows.assign(size_t(worker.thread_count) * size_t(x.columns), 0);
   x.agent_time.clear(), x.agent_of.clear(), x.barrier_made.clear(), x.uses.clear();
   x.fenced.assign(size_t(worker.thread_count), 0);
+}
+
+void xray_learn(Worker& worker, const std::vector<int>& threads) {
+  XrayWorker& x = *worker.xray;
+  Knowledge all(size_t(x.columns));
+  for (int thread : threads) add_knowledge(x, thread, all);
+  for (int thread : threads) {
+    xray_take(worker, thread, all);
+    ++x.clock[thread / 32][thread % 32][thread % 32];  // what it does next is no part of it
+  }
 }
 
 void xray_give(Worker& worker, Knowledge& to) {
@@ -1158,12 +1171,12 @@ void xray_use_barrier(Worker& worker, const void* barrier, bool by_copies, const
   worker.busy.store(false, std::memory_order_relaxed);
 }
 
-void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* caller) {
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, bool reads, const void* caller) {
   XrayWorker& x = *worker.xray;
   const int lane = worker.lane, thread = worker.warp * 32 + lane;
   const uint32_t key = key_of(caller, Op::bulk_load);
   const uint64_t block = worker.block + 1;
-  count_box(x, key, thread, chunks);
+  if (reads) count_box(x, key, thread, chunks);
   for (const Chunk& chunk : chunks) {
     const Cells cells = cells_of(x, key, thread, chunk.shared);
     if (!cells.target) continue;

@@ -6,18 +6,19 @@
 //           producer; the tensor cores take both operands straight from shared memory (wgmma), asked by two groups of
 //           four warps, the consumers. Barriers that count arrivals and bytes (mbarrier) say which tiles are full and
 //           which are free, so that neither side waits for the other but where it has to. The producer hands most of
-//           its registers to the consumers. A block takes one tile of C after the other: while the last one is
-//           written, by the copy engine too, the next one's A and B are on their way.
-// Mapping   grid: a block for each multiprocessor.  block: ROWS x COLS of C at a time.  consumer: 64 rows of it.
-//           thread: what wgmma gives it of each 16 x 8, 128 sums.
-// Cost      row-major, M a multiple of ROWS = 128, N of COLS = 256, K of 64
-//             boxes loaded          5 M N K / 2^21, of 64 x 64 of B and 128 x 64 of A
-//             sectors               3 M N K / 4096 loaded, M N / 16 stored
-//             wgmma                 M N K / 65536 of a warp
+//           its registers to the consumers. Two blocks below each other, a cluster, need the same B: each loads half
+//           of it, and the copy engine brings it to both. A block takes one tile of C after the other: while the last
+//           one is written, by the copy engine too, the next one's A and B are on their way.
+// Mapping   grid: a block for each multiprocessor.  cluster: 2 blocks, 256 x 256 of C at a time.  block: 128 x 256.
+//           consumer: 64 x 256.  thread: what wgmma gives it of each 16 x 8, 128 sums.
+// Cost      row-major, M a multiple of CLUSTER ROWS = 256, N of COLS = 256, K of 64
+//             boxes                 3 M N K / 2^21 loaded, M N / 4096 stored
+//             sectors               M N K / 2048 loaded, M N / 16 stored
+//             products              M N K / 65536 of a warp
 //             shared wavefronts     M N / 64 stores
-//             barriers              1 a block, 4 a consumer and tile
-// Limits    Both consumers write C at the same time, and nobody multiplies then. Blocks beside each other fetch the same
-//           A or B from the second-level cache, each for itself.
+//             barriers              2 a block, 8 a tile
+// Limits    Both consumers write C at the same time, and nobody multiplies then. A tile of B comes from the
+//           second-level cache half as often as without clusters; A still comes once for each 256 columns of C.
 // Needs     compute capability 9.0
 // Run       python -m stages run 16
 
@@ -33,7 +34,10 @@ constexpr int CONSUMERS = 2;  // warpgroups
 constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
 constexpr int SIDE = 64;  // rows of a consumer: what a wgmma multiplies
 constexpr int ROWS = SIDE * CONSUMERS, COLS = 256;
-constexpr int GROUP = 16;  // tiles below each other that share columns of B, before the next columns begin
+constexpr int CLUSTER = 2;  // blocks below each other: each loads a part of B's tile for all of them
+constexpr int PART = COLS / CLUSTER;
+constexpr unsigned ALL = (1 << CLUSTER) - 1;
+constexpr int GROUP = 8;  // clusters below each other that share columns of B, before the next columns begin
 
 template <typename T>
 struct Tiles {
@@ -62,14 +66,15 @@ template <bool BY_K>
 constexpr int STEP = BY_K ? 16 : 16 * BOX;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Asks for all boxes of a tile of HEIGHT rows of A, or columns of B, and DEPTH along k.
+// Asks for all boxes of HEIGHT rows of A, or columns of B, and DEPTH along k: for some blocks of the cluster.
 template <bool BY_K, int HEIGHT, typename T>
-__device__ __forceinline__ void load_tile(T* tile, const TensorMap& map, int64_t i0, int64_t k0, MBarrier& full) {
+__device__ __forceinline__ void load_tile(unsigned blocks, T* tile, const TensorMap& map, int64_t i0, int64_t k0,
+                                          MBarrier& full) {
   if constexpr (BY_K) {
-    load_box(tile, map, k0, i0, full);
+    load_box_to(blocks, tile, map, k0, i0, full);
   } else {
     UNROLL
-    for (int i = 0; i < HEIGHT; i += BOX) load_box(tile + i * DEPTH, map, i0 + i, k0, full);
+    for (int i = 0; i < HEIGHT; i += BOX) load_box_to(blocks, tile + i * DEPTH, map, i0 + i, k0, full);
   }
 }
 
@@ -110,36 +115,41 @@ template <typename T, bool A_BY_K, bool B_BY_K>
 __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constant__ TensorMap a,  // [M, K]
                                                             const __grid_constant__ TensorMap b,  // [K, N]
                                                             const __grid_constant__ TensorMap c,  // [M, N]
-                                                            int64_t down, int64_t across,         // tiles of C
+                                                            int64_t down, int64_t across,         // tiles of clusters
                                                             int64_t steps) {                      // along k, of DEPTH
   DYNAMIC_SHARED(Shared<T>, shared);
-  const int consumer = threadIdx.x / WARPGROUP;
+  const int consumer = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP;
+  const int rank = cluster_rank();
+  const int64_t cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) init(shared->full[i], 1), init(shared->free[i], CONSUMERS);
+    for (int i = 0; i < STAGES; ++i) init(shared->full[i], 1), init(shared->free[i], CONSUMERS * CLUSTER);
     fence_async();
   }
-  __syncthreads();
+  cluster_sync();  // the barriers are there, those of the other blocks, too
 
   Place at;
   if (consumer == CONSUMERS) {  // the producer
     give_registers<40>();
-    if (threadIdx.x != CONSUMERS * WARPGROUP) return;
-    for (int64_t n = blockIdx.x; n < down * across; n += gridDim.x) {
+    for (int64_t n = cluster; thread == 0 && n < down * across; n += clusters) {
       const Tile tile = tile_of_block<GROUP>(n, down, across);
+      const int64_t row0 = (tile.row * CLUSTER + rank) * ROWS;
+      const int64_t col0 = tile.col * COLS + rank * PART;
       for (int64_t step = 0; step < steps; ++step, at.next()) {
         wait(shared->free[at.stage], at.parity ^ 1);
+        MBarrier& full = shared->full[at.stage];
         Tiles<T>& to = shared->tiles[at.stage];
-        arrive_expecting(shared->full[at.stage], sizeof to);
-        load_tile<A_BY_K, ROWS>(to.a, a, tile.row * ROWS, step * DEPTH, shared->full[at.stage]);
-        load_tile<B_BY_K, COLS>(to.b, b, tile.col * COLS, step * DEPTH, shared->full[at.stage]);
+        arrive_expecting(full, sizeof to);
+        load_tile<A_BY_K, ROWS>(1 << rank, to.a, a, row0, step * DEPTH, full);
+        load_tile<B_BY_K, PART>(ALL, to.b + rank * PART * DEPTH, b, col0, step * DEPTH, full);
       }
     }
   } else {
     take_registers<232>();
-    const bool speaks = threadIdx.x % WARPGROUP == 0;  // for its warpgroup
-    for (int64_t n = blockIdx.x; n < down * across; n += gridDim.x) {
+    const bool speaks = thread < CLUSTER;  // for its warpgroup, to the producer of that rank
+    for (int64_t n = cluster; n < down * across; n += clusters) {
       const Tile tile = tile_of_block<GROUP>(n, down, across);
+      const int64_t row0 = (tile.row * CLUSTER + rank) * ROWS + consumer * SIDE;
       float sum[COLS / 2] = {};
       int before = 0;
       for (int64_t step = 0; step < steps; ++step, at.next()) {
@@ -152,15 +162,16 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constan
         }
         wgmma_commit();
         wgmma_wait<1>();  // the step before is done
-        if (speaks && step > 0) arrive(shared->free[before]);
+        if (speaks && step > 0) arrive_at(thread, shared->free[before]);
         before = at.stage;
       }
       wgmma_wait<0>(sum);
-      if (speaks && steps > 0) arrive(shared->free[before]);
-      store_rows(sum, shared->out[consumer], c, tile.row * ROWS + consumer * SIDE, tile.col * COLS, consumer);
+      if (speaks && steps > 0) arrive_at(thread, shared->free[before]);
+      store_rows(sum, shared->out[consumer], c, row0, tile.col * COLS, consumer);
     }
-    if (speaks) store_wait<0>();
+    if (thread == 0) store_wait<0>();
   }
+  cluster_sync();  // nobody arrives here any more
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -168,14 +179,14 @@ template <typename T, bool A_BY_K, bool B_BY_K>
 void launch_as(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
   const int64_t rows = c.size[0], cols = c.size[1], depth = a.size[1];
   if (rows == 0 || cols == 0) return;
-  const int64_t down = ceil_div(rows, ROWS), across = ceil_div(cols, COLS);
+  const int64_t down = ceil_div(rows, ROWS * CLUSTER), across = ceil_div(cols, COLS);
   const TensorMap to = tensor_map(c.as<T>(), 1, SIDE);
   // Without steps nothing is read of A and B: any map does.
   const TensorMap a_map = depth == 0 ? to : tensor_map(a.as<T>(), A_BY_K ? 1 : 0, A_BY_K ? ROWS : DEPTH);
-  const TensorMap b_map = depth == 0 ? to : tensor_map(b.as<T>(), B_BY_K ? 0 : 1, B_BY_K ? COLS : DEPTH);
-  launch<matmul_hopper<T, A_BY_K, B_BY_K>>({std::min(down * across, multiprocessors(stream))}, dim3(THREADS),
-                                           sizeof(Shared<T>), stream, a_map, b_map, to, down, across,
-                                           ceil_div(depth, DEPTH));
+  const TensorMap b_map = depth == 0 ? to : tensor_map(b.as<T>(), B_BY_K ? 0 : 1, B_BY_K ? PART : DEPTH);
+  const int64_t clusters = std::min(down * across, multiprocessors(stream) / CLUSTER);
+  launch_clusters<matmul_hopper<T, A_BY_K, B_BY_K>>(CLUSTER, {clusters * CLUSTER}, dim3(THREADS), sizeof(Shared<T>),
+                                                    stream, a_map, b_map, to, down, across, ceil_div(depth, DEPTH));
 }
 
 template <typename T>

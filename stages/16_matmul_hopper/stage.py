@@ -6,21 +6,21 @@ from stages.families import matmul
 from stages.toolkit.report import Counts
 from stages.toolkit.stage import Stage
 
-ROWS, COLS, DEPTH = 128, 256, 64
+ROWS, COLS, DEPTH, CLUSTER = 128, 256, 64, 2
 BLOCKS = 4  # of the CPU device, at most: they take one tile after the other
 
 
 def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
-    """A tile of 128 x 256 outputs takes a step for each 64 along k: a box of A, four of B, four products of 8 warps."""
+    """A block of a cluster takes a step for each 64 along k: a box of A, two of the four of B, four products of 8 warps."""
     tiles, steps = (M // ROWS) * (N // COLS), K // DEPTH
     return Counts(
-        bulk_load_requests=tiles * steps * 5,
-        bulk_load_sectors=tiles * steps * (ROWS + COLS) * DEPTH * itemsize // 32,
+        bulk_load_requests=tiles * steps * 3,
+        bulk_load_sectors=tiles * steps * (ROWS + COLS // CLUSTER) * DEPTH * itemsize // 32,
         bulk_store_requests=tiles * 8,
         bulk_store_sectors=tiles * ROWS * COLS * itemsize // 32,
         products=tiles * steps * 4 * 8,
         shared_store_wavefronts=tiles * ROWS * COLS * itemsize // 128,
-        barriers=min(tiles, BLOCKS) + tiles * 2 * 4,  # and two groups of warps meet twice for each half of their rows
+        barriers=min(tiles, BLOCKS) * 2 + tiles * 2 * 4,  # two groups of warps meet twice for each half of their rows
     )
 
 
@@ -29,7 +29,7 @@ stage = Stage(
     family=matmul,
     lesson="who multiplies does nothing else: copy engine, wgmma, warps with roles",
     cost=cost,
-    aligned=(ROWS, COLS, DEPTH),
+    aligned=(CLUSTER * ROWS, COLS, DEPTH),
     registers=168,  # at the start; the consumers take more
     dtypes=(torch.bfloat16, torch.float16),
     define={"tensor_cores": True, "copy_engine": True},
