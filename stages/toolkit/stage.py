@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, xray
+from stages.toolkit import build, header, xray
 from stages.toolkit.errors import NotAvailable, StageNotFound
 from stages.toolkit.kernels import Kernels
 from stages.toolkit.report import Counts, Report
@@ -98,8 +98,8 @@ class Stage:
 
     @cached_property
     def header(self) -> dict[str, str]:
-        """The sections of the kernel's header: Problem, Before, Idea, Mapping, Cost, Limits, Run."""
-        return parse_header(self.source.read_text(encoding="utf-8"))
+        """The sections of the kernel's header: Problem, Before, Idea, Mapping, Cost, Limits, Needs, Run."""
+        return header.parse(self.source.read_text(encoding="utf-8"))
 
     def sizes(self, values: tuple[int, ...]) -> dict[str, int]:
         """Sizes under the family's names: (64, 48, 80) as {"M": 64, "N": 48, "K": 80}."""
@@ -126,20 +126,6 @@ class Stage:
         with xray.recording(schedule, seed, trace) as report:
             self.function(*arguments, **options)
         return report
-
-
-def parse_header(source: str) -> dict[str, str]:
-    """The sections of the comment that opens a kernel, by their headings, each as lines without comment marks."""
-    sections: dict[str, list[str]] = {}
-    for line in source.splitlines()[1:]:
-        if not line.startswith(("//", "#")):
-            break
-        line = re.sub(r"^(//|#)", "", line)
-        if heading := re.match(r" ([A-Z][a-z]+) +(\S.*)", line):
-            sections[heading[1]] = [heading[2]]
-        elif sections and (text := re.sub(r"^ {0,11}", "", line).rstrip("/ ")):
-            list(sections.values())[-1].append(text)
-    return {heading: "\n".join(lines) for heading, lines in sections.items()}
 
 
 def names() -> list[str]:
