@@ -3,10 +3,10 @@
     python -m stages.toolkit.nsight [--stages 00,10,11,12] [--json stages/measured/nsight.json]
 
 needs a GPU, nvcc and `ncu`, which may want root to read the counters. Each stage runs its benchmark size for the CPU
-device and the problems that `run` checks, odd ones among them, once on CUDA tensors under `ncu` and once under the x-ray.
-Requests and sectors of global memory have to be equal: the exit code is 1 if one is not. Where blocks wait for others,
-and look again and again, there are more on a GPU, and not as many in every run. Wavefronts of shared memory
-are equal wherever the kernel itself says how wide an access is; where nvcc made it wider, the table says so.
+device and its own problems, odd ones among them, once on CUDA tensors under `ncu` and once under the x-ray. Requests
+and sectors of global memory have to be equal: the exit code is 1 if one is not. Where blocks wait for others, and look
+again and again, there are more on a GPU, and not as many in every run. Wavefronts of shared memory are equal wherever
+the kernel itself says how wide an access is; where nvcc made it wider, the table says so.
 """
 
 import argparse
