@@ -26,7 +26,6 @@ HERE = Path(__file__).resolve().parent
 # Not `from stages.toolkit`: importing the package `stages` would import torch, which a build does not need.
 sys.path.insert(0, str(HERE / "stages"))
 from toolkit import build  # noqa: E402
-from toolkit.compilers import default_variants  # noqa: E402
 
 
 class StagesDistribution(Distribution):
@@ -50,12 +49,10 @@ class BuildStages(build_ext):
 
     def run(self):
         try:
-            names = list(filter(build.has_modules, build.select(os.environ.get("STAGES") or "all")))
-            variants = default_variants()
-            build.build(names, variants, jobs=self.parallel, force=bool(self.force))
+            names = build.select(os.environ.get("STAGES") or "all")
+            self.built = build.build(names, jobs=self.parallel, force=bool(self.force))
         except build.BuildError as error:
             raise SystemExit(f"error: {error}") from None
-        self.built = [build.module_path(name, variant) for name in names for variant in variants]
         if not self.inplace:
             for module, copy in zip(self.built, self.get_outputs(), strict=True):
                 os.makedirs(os.path.dirname(copy), exist_ok=True)

@@ -68,7 +68,7 @@ struct Traits<Complex<double>> {
 // dispatch_floating, and complex numbers besides.
 template <typename Body>
 void dispatch_number(DType dtype, Body&& body) {
-#if !defined(FLOAT_ONLY)
+#if !defined(TYPE_ONLY)
   if (dtype == DType::complex64) return body.template operator()<Complex<float>>();
   if (dtype == DType::complex128) return body.template operator()<Complex<double>>();
 #endif

@@ -76,13 +76,14 @@ constexpr DType dtype_of = Traits<T>::dtype;
 template <typename T>
 using Accumulator = typename Traits<T>::Accumulator;
 
-// dispatch_floating(dtype, [&]<typename T>() { ... }) calls the body with the dtype's type. With FLOAT_ONLY, for trying
-// out many changes of a kernel, a module takes float32 alone and is compiled in a fraction of the time.
+// dispatch_floating(dtype, [&]<typename T>() { ... }) calls the body with the dtype's type. With TYPE_ONLY=half, say, for
+// trying out many changes of a kernel, a module takes that type alone and is compiled in a fraction of the time.
 template <typename Body>
 void dispatch_floating(DType dtype, Body&& body) {
-#if defined(FLOAT_ONLY)
-  if (dtype != DType::float32) throw std::invalid_argument("this module was built for float32 alone (FLOAT_ONLY)");
-  body.template operator()<float>();
+#if defined(TYPE_ONLY)
+  constexpr DType only = dtype_of<TYPE_ONLY>;
+  if (dtype != only) throw std::invalid_argument(std::string("this module was built for ") + name_of(only) + " alone");
+  body.template operator()<TYPE_ONLY>();
 #else
   switch (dtype) {
     case DType::float64: return body.template operator()<double>();
@@ -98,7 +99,7 @@ void dispatch_floating(DType dtype, Body&& body) {
 template <typename Body>
 void dispatch_wide(DType dtype, Body&& body) {
   if (dtype == DType::float32) return body.template operator()<float>();
-#if !defined(FLOAT_ONLY)
+#if !defined(TYPE_ONLY)
   if (dtype == DType::float64) return body.template operator()<double>();
 #endif
   throw std::invalid_argument(std::string("this kernel does not take ") + name_of(dtype));

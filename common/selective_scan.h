@@ -64,7 +64,7 @@ __device__ __forceinline__ auto by_method(Method method, const Body& body) {
   else return body.template operator()<M>();
 }
 
-// With FLOAT_ONLY one method of each kind: an exponential, one beside a division, none.
+// With TYPE_ONLY one method of each kind: an exponential, one beside a division, none.
 template <typename N, typename Body>
 void with_method(int method, Body&& body) {
   if constexpr (sizeof(Real<N>) == 8) {
@@ -75,7 +75,7 @@ void with_method(int method, Body&& body) {
       case Method::mamba: return body.template operator()<Method::mamba>();
       case Method::foh: return body.template operator()<Method::foh>();
       case Method::bilinear: return body.template operator()<Method::bilinear>();
-#if !defined(FLOAT_ONLY)
+#if !defined(TYPE_ONLY)
       case Method::zoh: return body.template operator()<Method::zoh>();
       case Method::highorder: return body.template operator()<Method::highorder>();
       case Method::poly: return body.template operator()<Method::poly>();
@@ -93,7 +93,7 @@ void with_method(int method, Body&& body) {
 template <typename Body>
 void with_numbers(DType dtype, Body&& body) {
   if (dtype == DType::float32) return body.template operator()<float>();
-#if !defined(FLOAT_ONLY)
+#if !defined(TYPE_ONLY)
   if (dtype == DType::float64) return body.template operator()<double>();
   if (dtype == DType::complex64) return body.template operator()<Complex<float>>();
   if (dtype == DType::complex128) return body.template operator()<Complex<double>>();

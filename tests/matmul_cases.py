@@ -66,7 +66,7 @@ class MatmulCases(StageCases):
     def test_expanded_gradient(self, device):
         a, b = self.arguments(self.odd, device=device, requires_grad=True)
         grads = torch.autograd.grad(self.function(a, b).sum(), (a, b))  # stride 0 in both dimensions
-        ones = torch.ones(a.shape[0], b.shape[1], device=device)
+        ones = torch.ones(a.shape[0], b.shape[1], dtype=a.dtype, device=device)
         assert torch.equal(grads[0], self.function(ones, b.detach().mT))
         assert torch.equal(grads[1], self.function(a.detach().mT, ones))
 
@@ -98,7 +98,8 @@ class MatmulCases(StageCases):
     @pytest.mark.parametrize("sizes", [(65536 * 32 + 1, 1), (1, 65536 * 32 + 1)], ids=["tall", "wide"])
     def test_more_blocks_than_a_grid_has_in_y_or_z(self, sizes, device):
         inner = 1 if device == "cuda" else 0  # on the CPU device without the work
-        a, b = torch.ones(sizes[0], inner, device=device), torch.ones(inner, sizes[1], device=device)
+        like = torch.empty(0, dtype=self.stage.dtype, device=device)
+        a, b = like.new_ones(sizes[0], inner), like.new_ones(inner, sizes[1])
         assert (self.function(a, b) == inner).all()
 
     @GPU

@@ -10,11 +10,11 @@ from torch import Tensor
 from stages.families import FLOATING
 from stages.toolkit import xray
 from stages.toolkit.report import Counts
-from stages.toolkit.stage import Stage
+from stages.toolkit.stage import Stage, load
 from stages.toolkit.verify import outputs, verify
 
 SCHEDULES = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2), ("random", 3)]
-HEADINGS = ["Problem", "Before", "Idea", "Mapping", "Cost", "Limits", "Run"]
+HEADINGS = ["Problem", "Before", "Idea", "Mapping", "Cost", "Limits", "Needs", "Run"]
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -24,37 +24,42 @@ class StageCases:
     stage: Stage
     odd: tuple[int, ...]  # sizes that fit no tile, for the schedules
     small: tuple[int, ...]  # sizes for gradcheck, which calls the function some hundred times
+    multiple: int = 1  # of which its sizes have to be multiples
 
     def arguments(
         self,
         sizes: tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: str = "cpu",
         seed: int = 0,
         requires_grad: bool = False,
         **options,
     ):
-        """Random arguments of a problem for a set of options, by default the first.
+        """Random arguments of a problem for a set of options, by default the first, in the stage's own `dtype`.
 
         `requires_grad=True` asks for the gradients of all tensors.
         """
+        self.needs(device)
+        dtype = dtype or self.stage.dtype
         options = options or self.stage.options(dtype)[0]
         arguments = self.stage.family.make(self.stage.sizes(sizes), dtype, device, seed, **options)
         return tuple(x.requires_grad_(requires_grad) if isinstance(x, Tensor) else x for x in arguments)
 
     def check(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         """Output and gradients against float64, with every set of options."""
+        self.needs(device)
         for options in self.options(dtype):
             results = verify(self.stage, self.stage.sizes(sizes), dtype, device, options=options)
             assert [r for r in results if not r.ok] == []
 
-    def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict, ...]:
-        """The sets of keyword options to try in a dtype."""
+    def options(self, dtype: torch.dtype | None = None) -> tuple[dict, ...]:
+        """The sets of keyword options to try in a dtype, by default the stage's own."""
+        dtype = dtype or self.stage.dtype
         if dtype not in self.stage.dtypes:
             pytest.skip(f"this stage does not take {dtype}")
         return self.stage.options(dtype)
 
-    def functions(self, dtype: torch.dtype = torch.float32) -> list[partial]:
+    def functions(self, dtype: torch.dtype | None = None) -> list[partial]:
         """The stage's function with each set of options."""
         return [partial(self.stage.function, **options) for options in self.options(dtype)]
 
@@ -62,6 +67,10 @@ class StageCases:
         """The stage's function with its first set of options for the arguments' dtype."""
         dtype = next(x.dtype for x in arguments if isinstance(x, Tensor))
         return self.stage.function(*arguments, **self.options(dtype)[0])
+
+    def needs(self, device: str) -> None:
+        if why := self.stage.kernels.unable(device):
+            pytest.skip(why)
 
     def needs_xray(self) -> None:
         if self.stage.in_triton:
@@ -73,6 +82,14 @@ class StageCases:
         assert [h for h in HEADINGS if h in self.stage.header] == list(self.stage.header)
         assert {"Problem", "Idea", "Mapping", "Cost", "Limits", "Run"} <= set(self.stage.header)
         assert f"python -m stages run {self.stage.number}" in self.stage.header["Run"]
+
+    def test_gpus_that_it_does_not_run_on_have_another_stage(self):
+        instead = self.stage.kernels.instead
+        assert (instead is None) == (self.stage.capability is None)
+        if instead:
+            other = load(instead)
+            assert other.name == instead and other.capability is None
+            assert other.family is self.stage.family and set(self.stage.dtypes) <= set(other.dtypes)
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     @pytest.mark.parametrize("factors", [1, 2, 3])
@@ -95,7 +112,7 @@ class StageCases:
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_a_little_more_than_two_tiles(self, dtype, device):
         """However large the kernel's tile is: some in the middle, one at the edge, and inside it almost nothing."""
-        self.check(tuple(2 * size + 1 for size in self.stage.aligned), dtype, device)
+        self.check(tuple(2 * size + self.multiple for size in self.stage.aligned), dtype, device)
 
     # ---- on the CPU device, under the x-ray
 

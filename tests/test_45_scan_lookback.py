@@ -117,7 +117,7 @@ class TestScanLookback(ScanCases):
         old, new, (sizes, way) = MISSING[missing]
         assert source.count(old) == 1
         (tmp_path / "kernel.cu").write_text(source.replace(old, new), encoding="utf-8")
-        flags = ("-Og", "-g1", "-DFLOAT_ONLY", f"-I{self.stage.folder}")
+        flags = ("-Og", "-g1", self.stage.type_only, f"-I{self.stage.folder}")
         module = build.build_module(tmp_path / "kernel.cu", self.stage.folder / "binding.cpp", "xray", tmp_path, flags)
         arguments = self.arguments(sizes, **{"time_dim": 1, **way})
         truth = self.stage.scan(*arguments, **way)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.toolkit import build, check_cuda
+from stages.toolkit import build, check_cuda, header
 from stages.toolkit.compilers import BuildError, gencode, parse_architectures
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -163,6 +163,36 @@ def test_architectures():
 def test_unknown_architecture(text):
     with pytest.raises(BuildError, match=r"TORCH_CUDA_ARCH_LIST=.*is unknown; allowed: Ampere, .*8\.0.*9\.0a"):
         parse_architectures(text)
+
+
+HOPPER = "// Stage 10: first\n//\n// Needs     compute capability 9.0: wgmma is\n//           Hopper's own.\n"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "10_first" / "kernel.cu"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_what_a_kernel_needs(tmp_path):
+    assert header.capability(written(tmp_path, HOPPER + KERNEL)) == "9.0"
+    for text in ("", KERNEL, "// Stage 10: first\n//\n// Problem   x\n\n// Needs     compute capability 9.0\n"):
+        assert header.capability(written(tmp_path, text)) is None
+    for words in ("compute capability 9.9", "compute capability 9.00", "compute capability", "sm_90a"):
+        allowed = r"; allowed: `Needs compute capability X`, X one of 8\.0, 8\.6, .*9\.0, 10\.0"
+        with pytest.raises(BuildError, match=f"^10_first/kernel.cu: its header says `Needs {words}`{allowed}"):
+            header.capability(written(tmp_path, f"// Stage 10: first\n// Needs     {words}\n//           and more\n"))
+
+
+def test_a_kernel_is_compiled_for_what_it_needs_alone(tmp_path):
+    anywhere, hopper = written(tmp_path, KERNEL), written(tmp_path / "10_first", HOPPER + KERNEL)
+    assert build.runnable("10_first", anywhere, ["8.0", "9.0+PTX"]) == ["8.0", "9.0+PTX"]
+    for asked in (["8.0", "9.0a"], ["9.0"], ["9.0+PTX", "12.0"], ["9.0a+PTX", "9.0"]):
+        assert build.runnable("10_first", hopper, asked) == ["9.0a"]
+    words = "^10_first: its CUDA module needs a GPU of compute capability 9.0, but is to be built for 8.0, 10.0a; T"
+    with pytest.raises(build.OtherGPUs, match=words):
+        build.runnable("10_first", hopper, ["8.0", "10.0a"])
 
 
 def test_choice_of_stages(tree):
@@ -491,6 +521,30 @@ def test_cuda_without_a_gpu(tree):
     assert tree.use("cuda", USE_CUDA="", PATH=path) == 3
 
 
+@has_nvcc
+def test_cuda_of_a_kernel_that_runs_on_some_gpus_only(tree):
+    tree.write("stages/10_first/kernel.cu", HOPPER + KERNEL)
+    words = "10_first: its CUDA module needs a GPU of compute capability 9.0, but is to be built for 8.0; TORCH_CUDA"
+    alone = tree.setup(STAGES="10", USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0")
+    failed(alone, f"error: {words}")
+    assert tree.modules() == []
+    done = tree.run("-c", USE, "10_first", "cuda", USE_CUDA="", TORCH_CUDA_ARCH_LIST="8.0")
+    assert done.returncode == 1 and f"OtherGPUs: {words}" in done.stderr
+
+    done = tree.setup(USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0")
+    assert done.returncode == 0, done.stderr
+    assert f"left out: {words}" in done.stderr
+    every = {f"stages/{name}/_{variant}" for name in ("10_first", "11_second") for variant in ("simt", "xray", "cuda")}
+    assert set(tree.modules()) == every - {"stages/10_first/_cuda"}
+    names = zipfile.ZipFile(wheel(tree, STAGES="all", USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0")).namelist()
+    assert {name.partition(".")[0] for name in names if name.endswith(".so")} == every - {"stages/10_first/_cuda"}
+
+    assert tree.setup(STAGES="10", USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0;9.0a").returncode == 0
+    (stamp,) = tree.root.glob("build/objects/*/10_first/kernel.cuda.json")
+    command = json.loads(stamp.read_text())["command"]
+    assert [word for word in command if word.startswith("-gencode=")] == gencode("9.0a")
+
+
 def test_reading_ptxas():
     text = """
 ptxas info    : 0 bytes gmem
@@ -513,6 +567,10 @@ def test_check_of_kernels(tree):
         tree.write("stages/10_first/kernel.cu", f"__global__ void kernel(float* x, int n) {{ {body} }}\n")
         return tree.run("-m", "stages.toolkit.check_cuda", "10")
 
+    source = tree.root / "stages/10_first/kernel.cu"
+    source.write_text(HOPPER + source.read_text())
+    done = tree.run("-m", "stages.toolkit.check_cuda", "10")
+    assert done.returncode == 0 and re.findall("sm_[0-9a]+", done.stdout) == ["sm_90a"], done.stderr
     frame = "float kept[64]; for (int i = 0; i < n; ++i) kept[i & 63] = x[i]; x[0] = kept[n & 63];"
     done = check("x[0] = n;")
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_an_unknown_stage_is_answered_with_the_nearest(command, call):
 
 def test_build(call, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "build", lambda *names, **options: asked.append((*names, options)))
+    monkeypatch.setattr(build, "build", lambda *names, **options: asked.append((*names, options)) or [])
     assert call("build", "12", "0", "--variant", "simt", "-j", "1")[0] == 0
     assert asked[0] == (["12_matmul_shared", "00_axpy"], ["simt"], {"jobs": 1, "force": False})
     assert call("build", "all", "--force")[0] == 0
@@ -112,6 +112,53 @@ def test_what_there_is_not_of_a_kernel_in_triton(call):
     assert code == 0
     assert all(" ".join(stages.load(n).header["Idea"].split()) in " ".join(out.split()) for n in ("44", "46"))
     assert "kernel.cu is in CUDA C++, " in out and "kernel.py in Triton, " in out and "@@" not in out
+
+
+@pytest.fixture
+def older_card(monkeypatch):
+    """A machine whose GPU is not the one that the kernel of stage 12 needs, so it is said."""
+    kernels = stages.load("12").kernels
+    monkeypatch.setattr(kernels, "capability", "9.0")
+    monkeypatch.setattr(kernels, "instead", "11_matmul_coalesced")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    return (
+        "12_matmul_shared needs a GPU of compute capability 9.0, and A Card (cuda) has 8.0: "
+        "use stage 11_matmul_coalesced there\n"
+    )
+
+
+def test_a_stage_that_does_not_run_on_this_gpu(call, older_card):
+    size = ("--size", "8,8,8")
+    assert "of compute capability 9.0 alone; on others stage 11_matmul_coalesced" in call("info", "12")[1]
+    for command in ("run", "bench"):
+        answer = call(command, "12", *size, "--device", "cuda")
+        assert answer == (1, "", f"error: --device cuda: {older_card}")
+        code, out, complaint = call(command, "12", *size)
+        assert code == 0 and complaint.startswith(f"on the CPU device: {older_card}")
+    assert cli.pick_device(None, [stages.load("11"), stages.load("12")]) == "cuda"
+
+
+def test_a_stage_without_float32(call, monkeypatch):
+    monkeypatch.setattr(stages.load("12"), "dtypes", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(stages.load("12"), "problems", ((8, 16, 24),))
+    monkeypatch.setattr(stages.load("12"), "xray_sizes", (16, 24, 8))
+    code, out, _ = call("run", "12", "--device", "cpu")
+    assert code == 0
+    assert out.count("8 x 16 x 24") == 2 and "float32" not in out
+    assert "X-ray of M = 16, N = 24, K = 8, float16: the counts" in out
+    code, out, _ = call("xray", "12")
+    assert code == 0 and "\nM = 16, N = 24, K = 8, float16: the counts" in out
+    bench = ("bench", "--device", "cpu", "--size", "8,8,8")
+    code, out, complaint = call(*bench, "12")
+    assert code == 0 and out.startswith("12_matmul_shared, float16, the CPU device")
+    code, out, complaint = call(*bench, "--size", "16,16,16", "12", "11")
+    assert code == 0 and out.startswith("matmul, float16, the CPU device") and "left out" not in complaint
+    code, out, complaint = call(*bench, "--size", "16,16,16", "11", "12")
+    assert code == 0 and out.startswith("matmul, float32, the CPU device")
+    assert complaint.startswith("left out: 12_matmul_shared takes no float32\n")
+    assert call("xray", "12", "--dtype", "float32")[2] == "error: --dtype float32: allowed: float16, bfloat16\n"
 
 
 def test_run_fails_when_the_kernel_is_wrong(call, tmp_path):

@@ -87,6 +87,17 @@ def test_a_dtype_that_a_stage_does_not_take_is_left_out(tmp_path, monkeypatch):
     assert {r["dtype"] for r in measure.times(["12_matmul_shared"], measure.DTYPES)} == {"bfloat16"}
 
 
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_stage_that_does_not_run_on_the_card_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(stages.load("12").kernels, "capability", "9.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    records = measure.times(["11_matmul_coalesced", "12_matmul_shared"], ["float32"])
+    assert {r["stage"] for r in records} == {"11_matmul_coalesced"}
+    words = "left out: 12_matmul_shared needs a GPU of compute capability 9.0, and A Card (cuda) has 8.0\n"
+    assert words in capsys.readouterr().err
+
+
 def test_what_a_dtype_needs_to_be_taken_is_recorded(monkeypatch):
     stage, seen = stages.load("12"), []
     monkeypatch.setattr(

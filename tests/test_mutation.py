@@ -3,10 +3,11 @@
 import subprocess
 
 import pytest
+import torch
 from conftest import XRAYED
 
 import stages
-from stages.toolkit import build, compilers, mutate
+from stages.toolkit import build, compilers, mutate, operator
 from stages.toolkit.cli import main
 from stages.toolkit.errors import NotAvailable
 
@@ -153,6 +154,20 @@ def test_a_kernel_that_is_wrong_from_the_start_is_refused(planted):
     wrong = planted({"T(sum);": "T(sum + 1);"})
     with pytest.raises(NotAvailable, match="12_matmul_shared: the kernel as it stands does not pass: output off by"):
         mutate.run(stages.load("12"), wrong)
+
+
+@pytest.mark.parametrize(("plant", "words"), [({}, ""), ({"T(sum);": "T(sum + 1);"}, "output off by")])
+def test_mutants_are_of_the_dtype_that_a_stage_takes(plant, words, planted, tmp_path, monkeypatch):
+    stage = stages.load("12")
+    monkeypatch.setattr(stage, "dtypes", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(stage, "problems", ((8, 16, 40),))
+    monkeypatch.setattr(operator, "empty", operator.empty)  # `check` has another one
+    flags = (*mutate.FLAGS, stage.type_only)
+    module = build.build_module(planted(plant), stage.folder / "binding.cpp", "xray", tmp_path, flags)
+    found = mutate.check(stage, module)
+    assert found[0].startswith(words) if words else found == []
+    with stage.kernels.replaced(simt=module), pytest.raises(ValueError, match="was built for float16 alone"):
+        stage.matmul(torch.ones(1, 1), torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("line, words", [

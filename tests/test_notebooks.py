@@ -593,6 +593,17 @@ def test_a_changed_kernel_is_built_for_its_dtype():
         single.stage.function(2.0, *single.arguments(1000, dtype=torch.float64)[1:])
 
 
+def test_a_kernel_of_a_stage_without_float32(monkeypatch):
+    monkeypatch.setattr(stages.load("00"), "dtypes", (torch.bfloat16, torch.float16))
+    kernel = lab.kernel("00")
+    assert kernel.dtype is torch.bfloat16 and kernel.is_right(1000)
+    assert kernel.bytes_needed(1000) == 3 * 1000 * 2 and kernel.formula(1024) == kernel.xray(1024).counts()
+    changed = lab.change("00", {"i < out.size[0]": "i + 1 <= out.size[0] + 0"})
+    assert changed.is_right(1000)
+    with changed.in_place(), pytest.raises(ValueError, match="built for bfloat16 alone"):
+        changed.stage.function(2.0, *changed.arguments(1000, dtype=torch.float32)[1:])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The pictures
 

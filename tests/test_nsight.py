@@ -145,10 +145,29 @@ def test_other_launches_cannot_be_compared(cases):
             nsight.compare(cases, nsight.parse(text))
 
 
-def test_empty_problems_launch_nothing_and_are_left_out():
+def test_empty_problems_launch_nothing_and_are_left_out(monkeypatch):
     stage = stages.load("00")
     assert nsight.cases_of(stage, [(0,)], ["float32"]) == []
     assert set(stage.family.PROBLEMS) | set(stage.bench["cpu"]) == set(nsight.problems(stage))
+    monkeypatch.setattr(stage, "problems", ((7,),))
+    assert {(7,)} | set(stage.bench["cpu"]) == set(nsight.problems(stage))
+
+
+def test_what_cannot_be_compared_is_left_out(monkeypatch, capsys):
+    narrow, hopper = stages.load("11"), stages.load("12")
+    monkeypatch.setattr(narrow, "dtypes", (torch.float16,))
+    monkeypatch.setattr(hopper.kernels, "capability", "9.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(nsight, "find_ncu", lambda given: "ncu")
+    monkeypatch.setattr(nsight.build, "build", lambda *_: None)
+    monkeypatch.setattr(nsight, "machine", lambda ncu: {})
+    assert nsight.record([narrow.name, hopper.name], dtypes=["float32", "bfloat16"]) == {"rows": []}
+    assert capsys.readouterr().err == (
+        "left out: 11_matmul_coalesced takes none of float32, bfloat16\n"
+        "left out: 12_matmul_shared needs a GPU of compute capability 9.0, and A Card (cuda) has 8.0\n"
+    )
 
 
 @pytest.fixture

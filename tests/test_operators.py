@@ -107,10 +107,13 @@ def test_a_stage_may_have_options_and_dtypes_of_its_own_and_no_backward(tmp_path
         asked[name] = keywords
         return print
 
-    family = SimpleNamespace(NAME="f", BENCH={"cpu": ((1,),)}, DTYPES=(torch.float32, torch.float16), define=define)
+    sizes = {"PROBLEMS": ((1,), (0,)), "XRAY": (2,), "BENCH": {"cpu": ((1,),)}}
+    family = SimpleNamespace(NAME="f", **sizes, DTYPES=(torch.float32, torch.float16), define=define)
     common = {"family": family, "lesson": "", "cost": None, "aligned": (1,), "registers": 1}
     plain = stage.Stage(str(tmp_path / "98_plain" / "stage.py"), **common)
     assert (plain.options(torch.float16), plain.dtypes, plain.gradients) == (({},), family.DTYPES, True)
+    assert (plain.problems, plain.xray_sizes, plain.bench) == (family.PROBLEMS, family.XRAY, family.BENCH)
+    assert (plain.dtype, plain.type_only, plain.capability) == (torch.float32, "-DTYPE_ONLY=float", None)
     own = stage.Stage(
         str(tmp_path / "99_own" / "stage.py"),
         **common,
@@ -124,6 +127,23 @@ def test_a_stage_may_have_options_and_dtypes_of_its_own_and_no_backward(tmp_path
     assert asked == {"plain": {}, "own": {"masks": True}}
 
 
+def test_a_stage_without_float32_has_sizes_of_its_own(tmp_path):
+    loaded = stage.Stage(
+        str(tmp_path / "99_narrow" / "stage.py"),
+        family=SimpleNamespace(**{**vars(matmul), "define": lambda name, kernels: print}),
+        lesson="",
+        problems=((8, 8, 8),),
+        xray_sizes=(16, 16, 16),
+        bench={"cpu": ((64, 64, 64),)},
+        dtypes=(torch.float16, torch.bfloat16),
+        options=lambda dtype: ({"dtype": dtype},),
+    )
+    assert (loaded.dtype, loaded.type_only) == (torch.float16, "-DTYPE_ONLY=half")
+    assert loaded.options() == ({"dtype": torch.float16},) and loaded.options(torch.bfloat16) != loaded.options()
+    assert (loaded.problems, loaded.xray_sizes) == (((8, 8, 8),), (16, 16, 16))
+    assert loaded.bench == {"cpu": ((64, 64, 64),), "cuda": matmul.BENCH["cuda"]}
+
+
 # ---- a call
 
 
@@ -135,13 +155,15 @@ def test_a_call_costs_less_than_ten_microseconds(name, device):
     is checked and handed on in half of one, and with time_dim=2 three tensors are turned, a view each.
     """
     loaded = stages.load(name)
+    if why := loaded.kernels.unable(device):
+        pytest.skip(why)
     launcher = getattr(loaded.family, "LAUNCHER", loaded.family.NAME)
     tensors = kernels.tensor_names(loaded.kernels.module("simt"), launcher)
     parameters = inspect.signature(loaded.function).parameters.values()
     options = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     turned = 3 if loaded.options()[0].get("time_dim") == 2 else 0
     limit = 10 + 2 * (len(tensors) - 3) + len(options) / 2 + turned
-    empty = loaded.family.make(dict.fromkeys(loaded.family.SIZES, 0), torch.float32, device)
+    empty = loaded.family.make(dict.fromkeys(loaded.family.SIZES, 0), loaded.dtype, device)
     like = torch.empty(1, device=device)
     measured = json.loads((build.PACKAGE / "measured" / "cpu_device.json").read_text(encoding="utf-8"))["cpu"]
     function = partial(loaded.function, **loaded.options()[0])
@@ -239,6 +261,29 @@ def test_a_failed_build_is_told(fresh, monkeypatch):
     monkeypatch.setattr(build, "ensure", fail)
     with pytest.raises(stages.BuildError, match="no compiler"):
         fresh.matmul(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_on_another_gpu_than_its_kernel_needs_nothing_is_built_or_launched(fresh, monkeypatch):
+    monkeypatch.setattr(fresh.kernels, "capability", "9.0")
+    monkeypatch.setattr(fresh.kernels, "instead", "11_matmul_coalesced")
+    monkeypatch.setattr(fresh.kernels, "_able", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 1 else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    launched = []
+    monkeypatch.setattr(build, "ensure", lambda *names: launched.append(names) or "module")
+    monkeypatch.setattr(kernels, "load", lambda name, path: SimpleNamespace(matmul=lambda *args: launched.append(args)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    words = (
+        r"12_matmul_shared needs a GPU of compute capability 9\.0, and A Card \(cuda:0\) has 8\.0: "
+        "use stage 11_matmul_coalesced there"
+    )
+    for _ in range(2):
+        with pytest.raises(stages.NotAvailable, match=words):
+            fresh.kernels.launch("matmul", torch.device("cuda", 0), "a", "b", "c")
+    assert launched == []
+    fresh.kernels.launch("matmul", torch.device("cuda", 1), "a", "b", "c")
+    assert launched == [("12_matmul_shared", "cuda"), ("a", "b", "c", (1, 7))]
+    assert fresh.kernels.unable("cpu") == ""
 
 
 def test_modules_can_be_replaced_for_a_while(fresh, tmp_path):

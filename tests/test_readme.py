@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 
+import stages  # noqa: E402
 from stages.toolkit import build, chapter, cli, nsight, readme  # noqa: E402
 from stages.toolkit.report import METRICS  # noqa: E402
 
@@ -46,6 +48,15 @@ def test_its_code_runs(capsys):
 def test_marks_that_are_missing_are_named():
     with pytest.raises(ValueError, match="README.md has no <!-- stages:begin -->"):
         readme.refreshed(TEXT.replace("<!-- stages:begin -->", ""))
+
+
+def test_another_dtype_than_float32_is_named(monkeypatch):
+    stage = stages.load("12")
+    (before,) = (line for line in readme.stages_table().splitlines() if line.startswith("| 12 |"))
+    assert "| 256×256×256 | 4.25 MiB |" in before
+    monkeypatch.setattr(stage, "dtypes", (torch.float16, torch.bfloat16))
+    (line,) = (line for line in readme.stages_table().splitlines() if line.startswith("| 12 |"))
+    assert "| 256×256×256, float16 | 2.12 MiB |" in line
 
 
 def test_chapters_that_were_not_measured_are_named(tmp_path, monkeypatch):

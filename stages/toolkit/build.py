@@ -6,7 +6,9 @@ A stage `stages/12_matmul_shared/` has two sources, `kernel.cu` and `binding.cpp
     _xray   the same, instrumented          + binding + common/simt     runs on the CPU device, counted and checked
     _cuda   kernel.cu by nvcc               + binding + CUDA's runtime  runs on a GPU
 
-A stage whose kernel is written in Triton has a `kernel.py` in their place, which nothing has to be built of.
+A stage whose kernel is written in Triton has a `kernel.py` in their place, which nothing has to be built of. A kernel
+that runs on some GPUs only says so in its header, `// Needs     compute capability 9.0: ...`: it is compiled for these
+alone, by the architecture that has their own instructions, 9.0a.
 
 Every object and every module is one `Unit`: a command, an output, and beside it a small json "stamp" that says what it
 was made from. A unit is out of date when its command, its compiler or any file in its stamp has changed. `setup.py`
@@ -31,10 +33,12 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import header
 from .compilers import (
     LINK,
     LINK_CUDA,
@@ -43,12 +47,14 @@ from .compilers import (
     Compiler,
     MissingTool,
     architectures,
+    capability_of,
     cudart,
     default_variants,
     gencode,
     host_compiler,
     nvcc,
     nvcc_host,
+    own_architecture,
     python_includes,
     switch,
 )
@@ -163,7 +169,8 @@ def plan_of(label, kernel: Path, binding: Path, variants, objects: Path, module_
     runtime = runtime_units() if set(variants) - {"cuda"} else []
     for variant in variants:
         if variant == "cuda":
-            flags = (*gpu_targets(objects / "kernel.cuda.json", first_use), *nvcc_host(), *extra)
+            targets = gpu_targets(label, kernel, objects / "kernel.cuda.json", first_use)
+            flags = (*targets, *nvcc_host(), *extra)
             units.append(compile_unit("cuda", label, kernel, objects, nvcc(), flags))
             used, libraries = [units[-1], units[0]], [f"-L{cudart(nvcc().home)}", *LINK_CUDA.split()]
         else:
@@ -185,9 +192,29 @@ def stage_plan(name: str, variants, first_use=False) -> Plan:
     return plan_of(name, kernel, binding, variants, OBJECTS / name, module_of, first_use=first_use)
 
 
-def gpu_targets(stamp: Path, first_use: bool) -> list[str]:
+class OtherGPUs(BuildError):
+    """A kernel runs on none of the GPUs that it should be compiled for."""
+
+
+def runnable(label: str, kernel: Path, asked: Sequence[str]) -> list[str]:
+    """Of the architectures asked for those that a kernel runs on: all, or the one that its header needs.
+
+    Raises OtherGPUs: that is not among them.
+    """
+    needed = header.capability(kernel)
+    if needed is None:
+        return list(asked)
+    if needed in map(capability_of, asked):
+        return [own_architecture(needed)]
+    raise OtherGPUs(
+        f"{label}: its CUDA module needs a GPU of compute capability {needed}, but is to be built for "
+        f"{', '.join(asked)}; TORCH_CUDA_ARCH_LIST={own_architecture(needed)} builds it for such a GPU"
+    )
+
+
+def gpu_targets(label: str, kernel: Path, stamp: Path, first_use: bool) -> list[str]:
     """The flags that say which GPUs a kernel is compiled for."""
-    targets = [flag for architecture in architectures() for flag in gencode(architecture)]
+    targets = [flag for architecture in runnable(label, kernel, architectures()) for flag in gencode(architecture)]
     if first_use and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         # An explicit build was told more GPUs than this machine's: keep them.
         built = [flag for flag in read_json(stamp).get("command", []) if flag.startswith("-gencode=")]
@@ -394,23 +421,34 @@ def write_compile_commands(units: list[Unit]) -> None:
 # What others call.
 
 
-def build(names, variants=None, *, jobs: int | None = None, progress: bool = True, force: bool = False) -> None:
-    """Builds modules of stages, as far as they are out of date.
+def build(names, variants=None, *, jobs: int | None = None, progress: bool = True, force: bool = False) -> list[Path]:
+    """Builds modules of stages, as far as they are out of date, and gives the files of all that were asked for.
 
     names: full names, as `select` gives them; those that have no modules are passed over. variants: of "simt", "xray",
     "cuda"; by default the first two, and "cuda" as USE_CUDA says. jobs: how many compilers at a time, by default one a
-    core. force: rebuild all the same.
+    core. force: rebuild all the same. Of several stages, the CUDA module of one that runs on none of the GPUs to
+    build for is left out, which stderr says.
     Raises BuildError. Compilers still running are ended then, and on Ctrl-C.
     """
     variants = default_variants() if variants is None else tuple(variants)
     names = list(filter(has_modules, names))
-    runner, plans = Runner(jobs), [stage_plan(name, variants) for name in names]
+    runner, plans = Runner(jobs), []
+    for name in names:
+        try:
+            plans.append(stage_plan(name, variants))
+        except OtherGPUs as error:
+            if len(names) == 1:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+            if others := [variant for variant in variants if variant != "cuda"]:
+                plans.append(stage_plan(name, others))
     write_compile_commands([unit for name in names for unit in stage_plan(name, ("simt",)).objects])
     if force:
         for unit in [unit for plan in plans for unit in plan.objects + plan.modules]:
             unit.stamp.unlink(missing_ok=True)
     tasks = [functools.partial(carry_out, plan, runner, progress, alone=len(plans) == 1) for plan in plans]
     runner.all(tasks, min(len(tasks), runner.jobs))
+    return [unit.output for plan in plans for unit in plan.modules]
 
 
 def ensure(name: str, variant: str, *, progress: bool = True) -> Path:

@@ -3,8 +3,8 @@
 `python -m stages.toolkit.check_cuda [STAGE ...]` needs nvcc, and Triton for kernels in Triton, no GPU. For sm_80 and
 sm_90a it refuses warnings, spills and stack frames that a stage does not announce (`spills = True` in its stage.py),
 more registers than the stage's budget (`registers`, 64 if it says nothing), and more static shared memory than every
-GPU gives a block. A kernel in Triton has no budget, for its author does not hand out registers; it has a row for each
-way that it is compiled.
+GPU gives a block. A kernel that runs on some GPUs only is compiled for these alone. A kernel in Triton has no budget,
+for its author does not hand out registers; it has a row for each way that it is compiled.
 """
 
 import re
@@ -13,8 +13,16 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from stages.toolkit import build
-from stages.toolkit.compilers import DEFAULT_ARCHITECTURES, BuildError, capture, gencode, nvcc, nvcc_host
+from stages.toolkit import build, header
+from stages.toolkit.compilers import (
+    DEFAULT_ARCHITECTURES,
+    BuildError,
+    capture,
+    gencode,
+    nvcc,
+    nvcc_host,
+    own_architecture,
+)
 from stages.toolkit.errors import NotAvailable
 
 SHARED_LIMIT = 48 * 1024  # more than this has to be asked for at run time, and static shared memory cannot
@@ -80,10 +88,14 @@ def bare_name(name: str) -> str:
 def compile_kernels(name: str, architectures: Iterable[str] = DEFAULT_ARCHITECTURES, extra=STRICT) -> list[Kernel]:
     """Compiles the kernel of a stage, with warnings refused, and gives what ptxas says of it.
 
+    A kernel that runs on some GPUs only is compiled for these alone.
+
     Raises:
         BuildError: It does not compile.
         NotAvailable: It is written in Triton, which is not installed.
     """
+    if needed := header.capability(build.kernel_of(name)):
+        architectures = [own_architecture(needed)]
     if not build.has_modules(name):
         return compile_triton(name, architectures)
     flags = [flag for architecture in architectures for flag in gencode(architecture)]

@@ -91,6 +91,9 @@ def info(options: argparse.Namespace) -> int:
         "built": ", ".join(built) or "not yet",
         "sources": f"{_short(stage.folder)}/ {files}",
     }
+    if stage.capability:
+        other = f"; on others stage {stage.kernels.instead}" if stage.kernels.instead else ""
+        facts["GPUs"] = f"of compute capability {stage.capability} alone{other}"
     if stage.in_triton:
         facts |= {"registers": "as many as Triton uses", "built": "by Triton, at the first call on a GPU"}
     print("\n" + "\n".join(f"  {name:10}  {fact}" for name, fact in facts.items()))
@@ -99,20 +102,19 @@ def info(options: argparse.Namespace) -> int:
 
 def build_stages(options: argparse.Namespace) -> int:
     chosen = names() if "all" in options.stages else [find(name) for name in options.stages]
-    build.build(chosen, options.variant, jobs=options.jobs, force=options.force)
-    built = list(filter(build.has_modules, chosen))
-    if built:
+    modules = build.build(chosen, options.variant, jobs=options.jobs, force=options.force)
+    if built := dict.fromkeys(module.parent.name for module in modules):
         print(f"built: {', '.join(built)}")
     for name in chosen:
-        if name not in built:
+        if not build.has_modules(name):
             print(f"nothing to build: {name} is in Triton, which compiles at the first call")
     return 0
 
 
 def run(options: argparse.Namespace) -> int:
     stage = load(options.stage)
-    where = pick_device(options.device)
-    problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.family.PROBLEMS))
+    where = pick_device(options.device, [stage])
+    problems = [sizes_of(stage, text) for text in options.size or ()] or list(map(stage.sizes, stage.problems))
     dtypes = [dtype_of(stage, options.dtype)] if options.dtype else stage.dtypes
     print(f"{stage.name}: {stage.title}\n")
     what = "Output and gradients" if stage.gradients else "Output (no backward)"
@@ -143,8 +145,8 @@ def run(options: argparse.Namespace) -> int:
     if stage.in_triton:
         print("\n" + render.wrap(triton_kernels.no_xray(stage.name) + "."))
     else:
-        report = xrayed(stage, stage.sizes(stage.family.XRAY), torch.float32)
-        print("\nX-ray of " + comparison(stage, stage.sizes(stage.family.XRAY), torch.float32, report))
+        report = xrayed(stage, stage.sizes(stage.xray_sizes), stage.dtype)
+        print("\nX-ray of " + comparison(stage, stage.sizes(stage.xray_sizes), stage.dtype, report))
         print(f"\n{render.faults(report)}\nLine by line: python -m stages xray {stage.number}")
         failed |= bool(report.faults)
     print(f"\n{stage.name}: {'FAILED' if failed else 'passed'}")
@@ -160,7 +162,7 @@ def test(options: argparse.Namespace) -> int:
 
 def xray_stage(options: argparse.Namespace) -> int:
     stage = load(options.stage)
-    sizes = sizes_of(stage, options.size) if options.size else stage.sizes(stage.family.XRAY)
+    sizes = sizes_of(stage, options.size) if options.size else stage.sizes(stage.xray_sizes)
     dtype = dtype_of(stage, options.dtype)
     report = xrayed(stage, sizes, dtype, options.schedule, options.seed)
     if options.json:
@@ -173,7 +175,6 @@ def xray_stage(options: argparse.Namespace) -> int:
 
 
 def bench_stages(options: argparse.Namespace) -> int:
-    where = pick_device(options.device)
     functions: dict[str, list[Stage]] = {}
     for stage in map(load, names()):
         functions.setdefault(stage.family.NAME, []).append(stage)
@@ -182,6 +183,7 @@ def bench_stages(options: argparse.Namespace) -> int:
     if len(set(stage.family.NAME for stage in chosen)) > 1:
         several = ", ".join(f"{stage.number} {stage.family.NAME}" for stage in chosen)
         raise UsageError(f"bench {' '.join(options.stages)}: allowed: stages of one function; these are {several}")
+    where = pick_device(options.device, chosen)
     if len(chosen) == 1 and options.stages[0] not in functions and not options.option:
         return bench_stage(chosen[0], where, options)
     return compare_stages(chosen, where, options)
@@ -190,8 +192,12 @@ def bench_stages(options: argparse.Namespace) -> int:
 def compare_stages(stages: Sequence[Stage], where: str, options: argparse.Namespace) -> int:
     """The times of several stages while a size grows."""
     family = stages[0].family
-    taken = [stage for stage in stages if options.dtype in map(_dtype_name, stage.dtypes)]
-    dtype = dtype_of((taken or stages)[0], options.dtype)
+    name = options.dtype or _dtype_name(stages[0].dtype)
+    taken = [stage for stage in stages if name in map(_dtype_name, stage.dtypes)]
+    dtype = dtype_of((taken or stages)[0], name)
+    for stage in stages:
+        if stage not in taken:
+            print(f"left out: {stage.name} takes no {name}", file=sys.stderr)
     standard = getattr(family, "SWEEP", family.BENCH)[where]
     problems = [sizes_of(stages[0], text) for text in options.size or ()] or list(map(stages[0].sizes, standard))
     if against.growing(problems) is None:
@@ -401,17 +407,28 @@ def option_of(text: str) -> tuple[str, object]:
         return name, value
 
 
-def dtype_of(stage: Stage, name: str) -> torch.dtype:
+def dtype_of(stage: Stage, name: str | None) -> torch.dtype:
+    if name is None:
+        return stage.dtype
     allowed = {_dtype_name(dtype): dtype for dtype in stage.dtypes}
     if name not in allowed:
         raise UsageError(f"--dtype {name}: allowed: {', '.join(allowed)}")
     return allowed[name]
 
 
-def pick_device(name: str | None) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
+def pick_device(name: str | None, stages: Sequence[Stage] = ()) -> str:
+    """The device of that name; without one the GPU, if there is one that runs any of the stages."""
+    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
         raise NotAvailable("--device cuda: this torch finds no GPU here; without the option the CPU device is used")
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+    reasons = [stage.kernels.unable("cuda") for stage in stages]
+    if stages and all(reasons):
+        if name:
+            raise NotAvailable(f"--device cuda: {reasons[0]}")
+        print(f"on the CPU device: {reasons[0]}", file=sys.stderr)
+        return "cpu"
+    return "cuda"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -504,7 +521,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("stage", help=STAGE_HELP)
     sub.add_argument("--size", help="the problem, such as 64,48,80")
-    sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--dtype", help="default: float32, or the first that the stage takes")
     sub.add_argument("--schedule", choices=xray.SCHEDULES, default="forward", help="the order of blocks and threads")
     sub.add_argument("--seed", type=int, default=0, help="of a random schedule")
     sub.add_argument("--json", action="store_true", help="all records as JSON")
@@ -522,7 +539,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("stages", nargs="+", metavar="stage", help=STAGE_HELP + "; or a function: scan")
     sub.add_argument("--size", action="append", help="a problem, such as 1024,1024,1024; may be repeated")
-    sub.add_argument("--dtype", default="float32", help="default: float32")
+    sub.add_argument("--dtype", help="default: float32, or the first that the stage takes")
     sub.add_argument("--option", action="append", help="compare stages with time_dim=2, for example; may be repeated")
     sub.add_argument("--json", action="store_true", help="the records as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the records, as .png, .svg or .pdf")

@@ -197,6 +197,16 @@ def gpu_architectures() -> tuple[str, ...]:
     return tuple("9.0a" if number == "9.0" else number for number in found)
 
 
+def capability_of(architecture: str) -> str:
+    """The compute capability of an architecture's GPUs: "9.0" for 9.0, 9.0a and 9.0a+PTX."""
+    return architecture.removesuffix("+PTX").rstrip("a")
+
+
+def own_architecture(capability: str) -> str:
+    """The architecture with the instructions that only GPUs of a compute capability have, if there is one: 9.0a."""
+    return f"{capability}a" if f"{capability}a" in ARCHITECTURES else capability
+
+
 def gencode(architecture: str) -> list[str]:
     """nvcc's flags for one architecture: machine code, and with +PTX also code that later GPUs translate."""
     number = architecture.removesuffix("+PTX").replace(".", "")

@@ -13,4 +13,7 @@ class KernelFault(RuntimeError):
 
 
 class NotAvailable(RuntimeError):
-    """Something that this machine lacks was asked for, a GPU or matplotlib. The text says what and how to get it."""
+    """Something that this machine lacks was asked for, a GPU, one of a kind, or matplotlib.
+
+    The text says what, and how to get it or what to use instead.
+    """

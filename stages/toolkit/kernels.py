@@ -5,13 +5,14 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from stages.toolkit import build, symbols
-from stages.toolkit.errors import KernelFault
+from stages.toolkit import build, header, symbols
+from stages.toolkit.errors import KernelFault, NotAvailable
 
 VARIANTS = ("simt", "xray", "cuda")
 
@@ -22,11 +23,43 @@ _counter = itertools.count(1)
 
 
 class Kernels:
-    """The modules `_simt`, `_xray` and `_cuda` of one stage."""
+    """The modules `_simt`, `_xray` and `_cuda` of one stage.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The stage's.
+        instead: The stage to use on GPUs that this one does not run on.
+    """
+
+    def __init__(self, name: str, instead: str | None = None) -> None:
         self.name = name
+        self.instead = instead
         self._modules: dict[str, ModuleType] = {}
+        self._able: set[int] = set()  # the GPUs, by their index, that were found to have what the kernel needs
+
+    @cached_property
+    def capability(self) -> str | None:
+        """The compute capability of the only GPUs that the kernel runs on; None: it runs on all."""
+        kernel = build.kernel_of(self.name)
+        return header.capability(kernel) if kernel else None
+
+    def unable(self, device: str | torch.device) -> str:
+        """Why the kernel does not run on a device, or ""."""
+        device = torch.device(device)
+        if device.type != "cuda" or self.capability is None:
+            return ""
+        found = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        if found == self.capability:
+            return ""
+        card = f"{torch.cuda.get_device_name(device)} ({device})"
+        text = f"{self.name} needs a GPU of compute capability {self.capability}, and {card} has {found}"
+        return text + (f": use stage {self.instead} there" if self.instead else "")
+
+    def check(self, device: torch.device) -> None:
+        """Raise NotAvailable if the kernel does not run on a GPU."""
+        if self.capability is not None and device.index not in self._able:
+            if why := self.unable(device):
+                raise NotAvailable(why)
+            self._able.add(device.index)
 
     def module(self, variant: str) -> ModuleType:
         """The module of a variant, "simt", "xray" or "cuda"; built if it is missing or older than its sources."""
@@ -48,15 +81,21 @@ class Kernels:
             self._modules = saved
 
     def serving(self, device: torch.device) -> ModuleType:
-        """The module that a launch on a device goes to now."""
+        """The module that a launch on a device goes to now.
+
+        Raises:
+            NotAvailable: The kernel does not run on such a GPU.
+        """
         variant = "cuda" if device.type == "cuda" else "simt" if recorder is None else "xray"
+        if variant == "cuda":
+            self.check(device)
         return self._modules.get(variant) or self.module(variant)
 
     def launch(self, function: str, device: torch.device, *arguments: object) -> None:
         """Call a launcher of the module that serves `device`, on the current stream if that is a GPU."""
         if device.type == "cuda":
-            stream = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-            getattr(self.serving(device), function)(*arguments, stream)
+            launcher = getattr(self.serving(device), function)
+            launcher(*arguments, (device.index, torch._C._cuda_getCurrentRawStream(device.index)))
         elif recorder is not None:
             recorder(self, function, arguments)
         else:

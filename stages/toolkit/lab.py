@@ -33,9 +33,9 @@ class Kernel:
 
     stage: stage.Stage
     source: Path
+    dtype: torch.dtype
     options: Mapping[str, object] = field(default_factory=dict)  # of the function: those that the stage is about
     function: Callable | None = None  # another one than the stage's
-    dtype: torch.dtype = torch.float32
 
     @property
     def changed(self) -> bool:
@@ -118,26 +118,27 @@ class Kernel:
         return report, all(verify.relative_error(x, ref) <= tolerance[kind] for kind, x, ref in found)
 
     def _module(self) -> Path:
-        """The changed kernel's module; that of float32 has no other dtypes and is there in a third of the time."""
+        """The changed kernel's module; of the stage's own dtype it has no other and is there in a third of the time."""
         if self.stage.in_triton:
             return self.source
-        flags = ("-DFLOAT_ONLY",) if self.dtype is torch.float32 else ()
+        flags = (self.stage.type_only,) if self.dtype is self.stage.dtype else ()
         folder = self.source.parent / str(self.dtype).removeprefix("torch.")
         return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", folder, flags)
 
 
-def kernel(name: str, dtype: torch.dtype = torch.float32, *, function: str | None = None, **options: object) -> Kernel:
+def kernel(name: str, dtype: torch.dtype | None = None, *, function: str | None = None, **options: object) -> Kernel:
     """The kernel of a stage, by its number or name.
 
     Args:
         name: As `stages.load` takes it.
-        dtype: Of the arguments that it is run on.
+        dtype: Of the arguments that it is run on; by default float32, or the first that the stage takes.
         function: The name of another function in the stage's `stage.py` that launches the kernel.
         options: For the function, in place of those that the stage is about: `lab.kernel("23", causal=False)`.
     """
     found = stage.load(name)
+    dtype = dtype or found.dtype
     other = function and getattr(importlib.import_module(f"stages.{found.name}.stage"), function)
-    return Kernel(found, found.source, {**found.options(dtype)[0], **options}, other or None, dtype)
+    return Kernel(found, found.source, dtype, {**found.options(dtype)[0], **options}, other or None)
 
 
 def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:

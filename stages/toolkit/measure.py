@@ -28,13 +28,16 @@ DTYPES = ("float32", "bfloat16")
 
 
 def times(stages: Iterable[str], dtypes: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of `bench` on the GPU: every stage at its benchmark sizes, in the dtypes that it takes.
+    """The records of `bench` on the GPU: every stage that it runs, at its benchmark sizes, in the dtypes that it takes.
 
     Progress goes to stderr.
     """
     records = []
     for name in stages:
         stage = load(name)
+        if why := stage.kernels.unable("cuda"):
+            print(f"left out: {why}", file=sys.stderr)
+            continue
         for dtype in dtypes:
             if getattr(torch, dtype) not in stage.dtypes:
                 continue

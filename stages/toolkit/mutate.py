@@ -37,7 +37,7 @@ from stages.toolkit import build, compilers, operator, render, verify, xray
 from stages.toolkit.errors import KernelFault, NotAvailable
 from stages.toolkit.stage import Stage, load
 
-FLAGS = ("-Og", "-g1", "-DFLOAT_ONLY")  # compiles in a fraction of the time and counts the same
+FLAGS = ("-Og", "-g1")  # and the stage's `type_only`: compiles in a fraction of the time and counts the same
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 LAUNCH_SECONDS = 2.0  # after which the CPU device gives up a launch that waits for itself
 MUTANT_SECONDS = 120  # of computing, after which a mutant's process is ended; waiting for a core is none
@@ -286,7 +286,7 @@ def _swizzles(source: str, code: str, start: int, end: int, add: Callable) -> No
 def cases(stage: Stage) -> tuple[dict[str, int], list[dict[str, int]]]:
     """Sizes for the counts, multiples of the tiles, no two alike; and those for the values, the odd ones first."""
     aligned = tuple(size * (2 + i % 2) for i, size in enumerate(stage.aligned))  # several tiles along each size
-    return stage.sizes(aligned), [stage.sizes(sizes) for sizes in sorted(stage.family.PROBLEMS, key=stage.fits)]
+    return stage.sizes(aligned), [stage.sizes(sizes) for sizes in sorted(stage.problems, key=stage.fits)]
 
 
 def check(stage: Stage, module: Path) -> list[str]:
@@ -314,7 +314,7 @@ def _values_and_faults(
     found = []
     with xray.recording(schedule, seed) as report:
         try:
-            results = verify.verify(stage, sizes, torch.float32, options=options)
+            results = verify.verify(stage, sizes, stage.dtype, options=options)
         except KernelFault as fault:
             return [str(fault).partition("\n")[0]]
     for result in results:
@@ -327,10 +327,10 @@ def _values_and_faults(
 
 def _counts(stage: Stage, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
     try:
-        report = stage.xray(*stage.family.make(sizes, torch.float32, **options), **options)
+        report = stage.xray(*stage.family.make(sizes, stage.dtype, **options), **options)
     except KernelFault:
         return []  # told already
-    cost = stage.cost(**sizes, itemsize=torch.float32.itemsize, **options)
+    cost = stage.cost(**sizes, itemsize=stage.dtype.itemsize, **options)
     counts, expected = asdict(report.counts()), asdict(cost)
     return [
         f"{counts[name]:,} {name.replace('_', ' ')}, not {expected[name]:,}"
@@ -416,7 +416,7 @@ def run(
     if equivalent is None:
         equivalent = getattr(importlib.import_module(f"stages.{stage.name}.stage"), "EQUIVALENT", {})
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        flags = (*FLAGS, f"-I{stage.folder}")
+        flags = (*FLAGS, stage.type_only, f"-I{stage.folder}")
         flags += parsed_headers(source, Path(folder), flags)
 
         def attempt(number: int, mutant: Mutant) -> Outcome:

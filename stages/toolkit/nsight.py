@@ -3,10 +3,10 @@
     python -m stages.toolkit.nsight [--stages 00,10,11,12] [--json stages/measured/nsight.json]
 
 needs a GPU, nvcc and `ncu`, which may want root to read the counters. Each stage runs its benchmark size for the CPU
-device and the family's own problems, odd ones among them, once on CUDA tensors under `ncu` and once under the x-ray.
-Requests and sectors of global memory have to be equal: the exit code is 1 if one is not. Where blocks wait for others,
-and look again and again, there are more on a GPU, and not as many in every run. Wavefronts of shared memory
-are equal wherever the kernel itself says how wide an access is; where nvcc made it wider, the table says so.
+device and its own problems, odd ones among them, once on CUDA tensors under `ncu` and once under the x-ray. Requests
+and sectors of global memory have to be equal: the exit code is 1 if one is not. Where blocks wait for others, and look
+again and again, there are more on a GPU, and not as many in every run. Wavefronts of shared memory are equal wherever
+the kernel itself says how wide an access is; where nvcc made it wider, the table says so.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Profile:
 
 def problems(stage: Stage) -> list[tuple[int, ...]]:
     """The benchmark sizes of the CPU device and all that `run` checks."""
-    return list(dict.fromkeys([*stage.bench["cpu"], *stage.family.PROBLEMS]))
+    return list(dict.fromkeys([*stage.bench["cpu"], *stage.problems]))
 
 
 def cases_of(stage: Stage, sizes: Iterable[tuple[int, ...]], dtypes: Iterable[str]) -> list[Case]:
@@ -378,11 +378,13 @@ def record(
     rows: list[dict[str, Any]] = []
     for name in stages:
         stage = load(name)
-        if stage.in_triton:
-            print(f"left out: {triton_kernels.no_xray(name)}", file=sys.stderr)
+        taken = [dtype for dtype in dtypes if getattr(torch, dtype) in stage.dtypes]
+        why = triton_kernels.no_xray(name) if stage.in_triton else stage.kernels.unable("cuda")
+        why = why or ("" if taken else f"{name} takes none of {', '.join(dtypes)}")
+        if why:
+            print(f"left out: {why}", file=sys.stderr)
             continue
         print(f"{name}: x-ray ... ", end="", file=sys.stderr, flush=True)
-        taken = [dtype for dtype in dtypes if getattr(torch, dtype) in stage.dtypes]
         cases = cases_of(stage, sizes or problems(stage), taken)
         print(f"ncu on {len(cases)} calls ... ", end="", file=sys.stderr, flush=True)
         profiles = profile(ncu, stage, cases)

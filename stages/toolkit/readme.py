@@ -55,14 +55,18 @@ def stages_table() -> str:
     rows = []
     for stage in map(load, names()):
         sizes = stage.sizes(stage.bench["cpu"][0])
-        options = stage.options()[0]
+        options, itemsize = stage.options()[0], stage.dtype.itemsize
         link = f"[{stage.operator}](stages/{stage.name}/{stage.source.name})"
         book = f"[notebook](notebooks/{stage.name}.ipynb)"
         counted = (chapter.MISSING,) * 3  # of a kernel in Triton, or where numbers count
         if stage.cost:
-            counts, least = stage.cost(**sizes, itemsize=4, **options), stage.family.work(sizes, 4, **options).bytes
+            counts = stage.cost(**sizes, itemsize=itemsize, **options)
+            least = stage.family.work(sizes, itemsize, **options).bytes
             moved = SECTOR * (counts.load_sectors + counts.store_sectors)
-            counted = (times_sign(sizes.values()), size_of(moved), f"{moved / least:.3g}")
+            problem = times_sign(sizes.values())
+            if stage.dtype is not torch.float32:
+                problem += f", {str(stage.dtype).removeprefix('torch.')}"
+            counted = (problem, size_of(moved), f"{moved / least:.3g}")
         rows.append((stage.number, link, stage.lesson, *counted, book))
     header = ("", "stage", "what it teaches", "problem, float32", "bytes moved", "times the least", "")
     return markdown(header, rows, "<<<>>><")
@@ -180,7 +184,7 @@ def device_cost() -> str:
 def xray_excerpt() -> str:
     """What the x-ray says of stage 10, and of stage 12 without its second barrier."""
     stage = load("10")
-    report = stage.xray(*stage.family.make(stage.sizes(stage.family.XRAY), torch.float32))
+    report = stage.xray(*stage.family.make(stage.sizes(stage.xray_sizes), stage.dtype))
     lines = next(part for part in report.text().split("\n\n") if part.startswith("Global memory: "))
     broken = lab.change("12", {LAST_BARRIER: ""})
     race = re.split(r"^- ", lab.faults(broken.xray(32, 32, 64)), flags=re.MULTILINE)[1].rstrip()

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, xray
+from stages.toolkit import build, header, xray
 from stages.toolkit.errors import NotAvailable, StageNotFound
 from stages.toolkit.kernels import Kernels
 from stages.toolkit.report import Counts, Report
 from stages.toolkit.triton_kernels import TritonKernels, no_xray
+
+TYPES = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}  # in C++
 
 
 class Stage:
@@ -34,6 +36,8 @@ class Stage:
         aligned: See `cost`.
         registers: How many registers a thread may use, for any dtype; the build check refuses more. None: any number.
         spills: Whether the kernel is allowed to keep values in local memory.
+        problems: Sizes that `run` checks, where the family's PROBLEMS do not fit.
+        xray_sizes: Sizes that `xray` looks at, where the family's XRAY do not fit.
         bench: Sizes for `bench`, where those of the family do not fit: {"cpu": ((256, 256, 256),)}.
         dtypes: What its kernels take, where that is not all that the family knows.
         options: The sets of keyword options that the checks run, the first of which is measured: a tuple of
@@ -42,6 +46,7 @@ class Stage:
         gradients: Whether the function has a backward; the checks leave gradients out if not.
         waits: Whether blocks wait for what others write, so that no two runs on a GPU count the same.
         define: Keywords for the family's `define`: what it has to know about this stage's kernels.
+        instead: Of a kernel whose header says which GPUs it needs, the name of the stage to use on others.
     """
 
     def __init__(
@@ -54,12 +59,15 @@ class Stage:
         aligned: tuple[int, ...] = (),
         registers: int | None = None,
         spills: bool = False,
+        problems: tuple[tuple[int, ...], ...] | None = None,
+        xray_sizes: tuple[int, ...] | None = None,
         bench: dict[str, tuple[tuple[int, ...], ...]] | None = None,
         dtypes: tuple[torch.dtype, ...] | None = None,
         options: tuple[dict[str, Any], ...] | Callable[[torch.dtype], tuple[dict[str, Any], ...]] = ({},),
         gradients: bool = True,
         waits: bool = False,
         define: Mapping[str, Any] | None = None,
+        instead: str | None = None,
     ) -> None:
         self.folder = Path(file).resolve().parent
         self.name = self.folder.name  # "12_matmul_shared"
@@ -70,12 +78,14 @@ class Stage:
         self.aligned = aligned
         self.registers = registers
         self.spills = spills
+        self.problems = problems or family.PROBLEMS
+        self.xray_sizes = xray_sizes or family.XRAY
         self.bench = {**family.BENCH, **(bench or {})}
         self.dtypes = dtypes or family.DTYPES
         self.gradients = gradients
         self.waits = waits
         self._options = options
-        self.kernels = TritonKernels(self.name) if self.in_triton else Kernels(self.name)
+        self.kernels = (TritonKernels if self.in_triton else Kernels)(self.name, instead)
         self.function = family.define(self.operator, self.kernels, **(define or {}))
         setattr(self, family.NAME, self.function)
 
@@ -91,6 +101,21 @@ class Stage:
         """Whether the kernel is written in Triton, so that there is nothing to build and no x-ray."""
         return self.source.suffix == ".py"
 
+    @property
+    def capability(self) -> str | None:
+        """The compute capability of the only GPUs that the kernel runs on, by its header; None: it runs on all."""
+        return self.kernels.capability
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a check or a measurement where none is asked for: float32, or the first that the stage takes."""
+        return torch.float32 if torch.float32 in self.dtypes else self.dtypes[0]
+
+    @property
+    def type_only(self) -> str:
+        """The compiler's flag for a module that takes `dtype` alone and is there in a fraction of the time."""
+        return f"-DTYPE_ONLY={TYPES[self.dtype]}"
+
     @cached_property
     def title(self) -> str:
         """The first line of the kernel's header: "matmul through shared memory"."""
@@ -98,8 +123,8 @@ class Stage:
 
     @cached_property
     def header(self) -> dict[str, str]:
-        """The sections of the kernel's header: Problem, Before, Idea, Mapping, Cost, Limits, Run."""
-        return parse_header(self.source.read_text(encoding="utf-8"))
+        """The sections of the kernel's header: Problem, Before, Idea, Mapping, Cost, Limits, Needs, Run."""
+        return header.parse(self.source.read_text(encoding="utf-8"))
 
     def sizes(self, values: tuple[int, ...]) -> dict[str, int]:
         """Sizes under the family's names: (64, 48, 80) as {"M": 64, "N": 48, "K": 80}."""
@@ -111,9 +136,9 @@ class Stage:
             size and size % multiple == 0 for size, multiple in zip(sizes, self.aligned, strict=True)
         )
 
-    def options(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], ...]:
-        """The sets of keyword options that the checks run in a dtype."""
-        return self._options(dtype) if callable(self._options) else self._options
+    def options(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], ...]:
+        """The sets of keyword options that the checks run in a dtype, by default `dtype`."""
+        return self._options(dtype or self.dtype) if callable(self._options) else self._options
 
     def xray(self, *arguments: Any, schedule: str = "forward", seed: int = 0, trace: int = 0, **options: Any) -> Report:
         """Call the function once under the x-ray and return the report; the arguments are CPU tensors.
@@ -126,20 +151,6 @@ class Stage:
         with xray.recording(schedule, seed, trace) as report:
             self.function(*arguments, **options)
         return report
-
-
-def parse_header(source: str) -> dict[str, str]:
-    """The sections of the comment that opens a kernel, by their headings, each as lines without comment marks."""
-    sections: dict[str, list[str]] = {}
-    for line in source.splitlines()[1:]:
-        if not line.startswith(("//", "#")):
-            break
-        line = re.sub(r"^(//|#)", "", line)
-        if heading := re.match(r" ([A-Z][a-z]+) +(\S.*)", line):
-            sections[heading[1]] = [heading[2]]
-        elif sections and (text := re.sub(r"^ {0,11}", "", line).rstrip("/ ")):
-            list(sections.values())[-1].append(text)
-    return {heading: "\n".join(lines) for heading, lines in sections.items()}
 
 
 def names() -> list[str]:

@@ -69,10 +69,11 @@ class TritonKernels(kernels.Kernels):
         """Call a launcher of the module that serves `device`, on the current stream if that is a GPU.
 
         Raises:
-            NotAvailable: Triton is not installed, or the x-ray is recording.
+            NotAvailable: Triton is not installed, the x-ray is recording, or the kernel does not run on such a GPU.
             KernelFault: In the interpreter: the kernel reaches outside every tensor.
         """
         if device.type == "cuda":
+            self.check(device)
             with _one_at_a_time, torch.cuda.device(device):
                 getattr(self.module("compiled"), function)(*arguments)
             return
