@@ -180,7 +180,7 @@ def variants(tmp_path_factory):
         folder = tmp_path_factory.mktemp("variant")
         assert not old or source.count(old) == 1
         (folder / "kernel.cu").write_text(source.replace(old, new) if old else source, encoding="utf-8")
-        flags = ("-Og", "-g1", "-DONLY_BFLOAT16", f"-I{stage.folder}")
+        flags = ("-Og", "-g1", stage.type_only, f"-I{stage.folder}")
         module = build.build_module(folder / "kernel.cu", stage.folder / "binding.cpp", "xray", folder, flags)
         empty, operator.empty = operator.empty, operator.poisoned
         found = []
