@@ -97,7 +97,7 @@ class Kernel:
     def in_place(self) -> Iterator[None]:
         """For a while, calls of the stage's functions on CPU tensors run this kernel, instrumented if it can be."""
         variants = triton_kernels.VARIANTS if self.stage.in_triton else ("simt", "xray")
-        paths = {variant: self._module() for variant in variants} if self.changed else {}
+        paths = {variant: self.module() for variant in variants} if self.changed else {}
         with self.stage.kernels.replaced(**paths):
             yield
 
@@ -117,13 +117,16 @@ class Kernel:
         found = zip(kinds, verify.outputs(output), expected, strict=True)
         return report, all(verify.relative_error(x, ref) <= tolerance[kind] for kind, x, ref in found)
 
-    def _module(self) -> Path:
-        """The changed kernel's module; of the stage's own dtype it has no other and is there in a third of the time."""
+    def module(self, variant: str = "xray") -> Path:
+        """The changed kernel's module, built if need be.
+
+        That of the stage's own dtype has no others and is there in a fraction of the time.
+        """
         if self.stage.in_triton:
             return self.source
         flags = (self.stage.type_only,) if self.dtype is self.stage.dtype else ()
         folder = self.source.parent / str(self.dtype).removeprefix("torch.")
-        return build.build_module(self.source, self.stage.folder / "binding.cpp", "xray", folder, flags)
+        return build.build_module(self.source, self.stage.folder / "binding.cpp", variant, folder, flags)
 
 
 def kernel(name: str, dtype: torch.dtype | None = None, *, function: str | None = None, **options: object) -> Kernel:
@@ -152,6 +155,17 @@ def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
         ValueError: An old text is not in the file, or more than once. The text says where.
         BuildError: The changed kernel does not compile. The text has the compiler's first lines.
     """
+    result = edit(of, changes)
+    result.module()
+    return result
+
+
+def edit(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
+    """The copy that `change` makes, not built yet.
+
+    Raises:
+        ValueError: An old text is not in the file, or more than once.
+    """
     base = of if isinstance(of, Kernel) else kernel(of)
     text = base.source.read_text(encoding="utf-8")
     for old, new in changes.items():
@@ -162,9 +176,7 @@ def change(of: str | Kernel, changes: Mapping[str, str]) -> Kernel:
     if not source.exists():  # the same text was tried before otherwise
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(text, encoding="utf-8")
-    result = replace(base, source=source)
-    result._module()
-    return result
+    return replace(base, source=source)
 
 
 def _check_once(base: Kernel, text: str, old: str) -> None:
