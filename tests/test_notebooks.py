@@ -568,6 +568,29 @@ def test_exercise_15(capsys):
         assert reply in capsys.readouterr().out
 
 
+def test_exercise_16(capsys):
+    """All four boxes of a consumer at a time, for one tile less in the ring."""
+    size, kernel = (512, 768, 192), lab.kernel("16")
+    tiles, formula = 4 * 3, kernel.formula(*size)
+    shared = kernel.xray(*size).launches[0].dynamic_shared
+    limits = {"barriers": formula.barriers - 4 * tiles, "shared_bytes": shared, "shared_store_conflicts": 0}
+    first, second = "store_box(c, col0 + col, row0, out[0]);", "store_box(c, col0 + col + BOX, row0, out[1]);"
+    at_once = {
+        "T out[CONSUMERS][2][": "T out[CONSUMERS][4][",
+        "T (&out)[2][": "T (&out)[4][",
+        "col < COLS; col += 2 * BOX": "col < COLS; col += 4 * BOX",
+        "j < 2 * BOX;": "j < 4 * BOX;",
+        first: "for (int i = 0; i < 4; ++i) store_box(c, col0 + col + i * BOX, row0, out[i]);",
+        second: "",
+    }
+    lab.exercise(kernel, at_once | {"STAGES = 4;": "STAGES = 3;"}, *size, at_most=limits)
+    assert "\nSolved." in capsys.readouterr().out
+    lab.exercise(kernel, at_once, *size, at_most=limits)
+    assert "\nSolved." not in capsys.readouterr().out
+    lab.exercise(kernel, {"sync_group<WARPGROUP>(1 + consumer);  // and": "// and"}, *size, at_most=limits)
+    assert "race" in capsys.readouterr().out
+
+
 def test_what_a_line_costs_and_the_first_faults():
     report = lab.kernel("13").xray(128, 128, 8)
     assert lab.wavefronts(report, "b_part[i] =") == 1
@@ -591,6 +614,16 @@ def test_a_changed_kernel_is_built_for_its_dtype():
     assert single.is_right(1000) and half.is_right(1000)
     with single.in_place(), pytest.raises(ValueError, match="built for float32 alone"):
         single.stage.function(2.0, *single.arguments(1000, dtype=torch.float64)[1:])
+
+
+def test_what_a_call_is_told():
+    size, kernel = (128, 256, 64), lab.kernel("16")
+    assert lab.told(kernel, *size) == "No faults."
+    unread = lab.change(kernel, {"wait(shared->full[at.stage], at.parity);": ""})
+    text = lab.told(unread, *size)
+    assert "copy in flight: kernel.cu:" in text and "boxes are still on their way" in text.splitlines()[-1]
+    waits = lab.told(lab.change(kernel, {"sizeof to);": "sizeof to + 1024);"}), *size).splitlines()
+    assert waits[0].startswith("deadlock: ") and all(line.startswith(("- ", "  ")) for line in waits[1:])
 
 
 def test_a_kernel_of_a_stage_without_float32(monkeypatch):
@@ -743,6 +776,13 @@ def test_banks_of_a_quarter_of_a_warp():
     rows = picture.requests(trace, "dynamic shared memory", "load", warp=0)[0]
     shown = picture.banks({"rows": rows}, lanes=range(8, 16))
     assert shown.words == "rows: 32 words, at most 1 in a bank: 1 wavefront."
+
+
+def test_how_a_box_lies():
+    report = lab.kernel("16").xray(128, 256, 64, block=0)
+    rows = picture.requests(report, "dynamic shared memory", "store", warp=0)[:4]
+    words = "stage 16: chunk 2 of rows 0 to 7 is at places 2, 3, 0, 1, 6, 7, 4 and 5, 1 wavefront."
+    assert picture.box({"stage 16": rows}, chunk=2).words == words
 
 
 def test_how_lanes_lie_over_a_patch():

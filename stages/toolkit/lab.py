@@ -230,6 +230,21 @@ def faults(report: Report, most: int | None = None) -> str:
     return f"{len(order)} faults, the first {most} of them:\n{text.partition(chr(10))[2]}"
 
 
+def told(of: Kernel, *sizes: int, most: int | None = None) -> str:
+    """What a call is told: the faults, at most so many, and why it did not end, a line for each who waits."""
+    arguments, ended = of.arguments(*sizes), ""
+    with of.in_place(), xray.recording() as report:
+        try:
+            of.stage.function(*arguments, **of.options)
+        except KernelFault as error:
+            ended = str(error)
+    if not ended:
+        return faults(report, most)
+    why, *others = ended.partition(" block ")[2].partition(": ")[2].split("; ")
+    lines = [faults(report, most)] if report.faults else []
+    return "\n".join([*lines, render.wrap(why, "  "), *(render.wrap(f"- {other}", "  ") for other in others)])
+
+
 def predict(guess: float | None, seen: float, what: str) -> None:
     """Print what the x-ray counted, beside the reader's guess."""
     if guess is None:

@@ -415,9 +415,11 @@ def _matrices(
 
 def traffic(panels: Mapping[str, Report], names: Sequence[str]) -> Picture:
     """The bytes that each tensor moves, as bars, loads and stores apart; the panels share their scale."""
-    moved = {
-        title: {(t.name, t.op): t.bytes_moved for t in report.traffic("global")} for title, report in panels.items()
-    }
+    moved: dict[str, dict[tuple[str, str], int]] = {title: {} for title in panels}
+    for title, report in panels.items():
+        for t in report.traffic("global"):
+            key = (t.name, t.op.removeprefix("bulk_"))  # the copy engine's in with the threads' own
+            moved[title][key] = moved[title].get(key, 0) + t.bytes_moved
     most = max(sum(amount for (name, _), amount in m.items() if name == n) for m in moved.values() for n in names)
     figure = Figure(figsize=(WIDTH, 0.34 * len(names) + 0.95), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
@@ -662,6 +664,44 @@ def banks(panels: Mapping[str, Access], lanes: range = range(32)) -> Picture:
     if whole or any(len(lanes) > 1 for lanes in owners):
         handles.append(Patch(color=SHARED, label="one word for several lanes"))
     _legend(figure, handles)
+    return Picture(figure, "; ".join(words) + ".")
+
+
+def box(panels: Mapping[str, Sequence[Access]], chunk: int = 0) -> Picture:
+    """Where the chunks of 16 bytes of the first 8 rows of a box lie, and what 8 of them below each other take.
+
+    Args:
+        panels: The requests that store the rows: lane l of request i has chunk 2 i + l / 16 of row l % 16.
+        chunk: Which one is looked for in each row.
+    """
+    figure, axes = _figure(WIDTH, WIDTH / max(len(panels), 2) * 0.92 * 9.8 / 19 + 0.55, len(panels))
+    figure.get_layout_engine().set(h_pad=0.15)  # low axes leave their titles no room
+    words = []
+    for ax, (title, stores) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        first = min(offset for access in stores for offset in access.offsets)
+        image, places = np.ones((8, 8, 3)) * EMPTY, []
+        for i, access in enumerate(stores):
+            for lane, offset in enumerate(access.offsets):
+                row, place = divmod((offset - first) // 16, 8)
+                named = 2 * i + lane // 16
+                if row >= 8:
+                    continue
+                if named == chunk:
+                    image[row, place] = BLOCKS[0]
+                    places.append((row, place))
+                ax.text(
+                    2 * place + 1, row + 0.5, str(named), ha="center", va="center", fontsize=9, zorder=4,
+                    color="w" if named == chunk else INK,
+                )  # fmt: skip
+        _cells(ax, image.repeat(2, axis=1), 0, 0, gap=False)
+        for row in range(8):
+            ax.text(-0.3, row + 0.5, f"row {row}", ha="right", va="center", fontsize=8, color=INK)
+        ax.text(8, 8.3, "bank 0 … 31", ha="center", va="top", color=INK, fontsize=9)
+        lie = [place for _, place in sorted(places)]
+        most = max(map(lie.count, lie))
+        ax.set_title(f"{title}\nthe chunks {chunk}: {_plural(most, 'wavefront')}", fontsize=10)
+        ax.set(xlim=(-2.8, 16.2), ylim=(9.6, -0.2))
+        words.append(f"{title}: chunk {chunk} of rows 0 to 7 is at places {_listed(lie)}, {_plural(most, 'wavefront')}")
     return Picture(figure, "; ".join(words) + ".")
 
 

@@ -32,6 +32,11 @@ class Counts:
     products: int = 0  # by a warp, straight from shared memory
     barriers: int = 0
 
+    @property
+    def sectors(self) -> int:
+        """All sectors of global memory that were read or written."""
+        return sum(amount for name, amount in vars(self).items() if name.endswith("_sectors"))
+
     def metrics(self) -> dict[str, int]:
         """The totals under the names that Nsight Compute gives them (barriers, which it does not count, left out)."""
         return {metric: getattr(self, name) for name, metric in METRICS.items()}
