@@ -199,7 +199,9 @@ void launch_halves(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
 }
 
 void matmul(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
-  if (c.dtype == DType::float16) launch_halves<half>(a, b, c, stream);
-  else if (c.dtype == DType::bfloat16) launch_halves<bfloat16>(a, b, c, stream);
-  else throw std::invalid_argument(std::string("wgmma multiplies float16 and bfloat16 here, got ") + name_of(c.dtype));
+  dispatch_floating(c.dtype, [&]<typename T>() {
+    if constexpr (sizeof(T) == 2) launch_halves<T>(a, b, c, stream);
+    else
+      throw std::invalid_argument(std::string("wgmma multiplies float16 and bfloat16 here, got ") + name_of(c.dtype));
+  });
 }

@@ -11,7 +11,7 @@ BLOCKS = 4  # of the CPU device, at most: they take one tile after the other
 
 
 def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
-    """A block of a cluster takes a step for each 64 along k: a box of A, two of the four of B, four products of 8 warps."""
+    """A block takes a step for each 64 along k: a box of A, two of the four of B, four products of 8 warps."""
     tiles, steps = (M // ROWS) * (N // COLS), K // DEPTH
     return Counts(
         bulk_load_requests=tiles * steps * 3,
@@ -31,6 +31,13 @@ stage = Stage(
     cost=cost,
     aligned=(CLUSTER * ROWS, COLS, DEPTH),
     registers=168,  # at the start; the consumers take more
+    problems=((256, 256, 128), (130, 264, 712), (33, 1000, 72), (1, 8, 8), (5, 16, 0)),
+    xray_sizes=(256, 256, 128),
+    bench={
+        "cpu": ((512, 512, 512),),
+        "cuda": (*((n, n, n) for n in (2048, 4096, 8192)), (16384, 4096, 11008), (16384, 11008, 4096)),
+    },
     dtypes=(torch.bfloat16, torch.float16),
     define={"tensor_cores": True, "copy_engine": True},
+    instead="15_matmul_tensor",
 )

@@ -144,7 +144,7 @@ class Fault:
             "write to input": f"{here} writes {byte}, which is an input",
             "copy in flight": f"{here} touches {byte}, which the copy of {other} has not brought yet",
             "read in flight": f"{here} writes {byte}, which {other} may still have read",
-            "missing fence": f"{here} has {byte} read beside the threads, and {other} wrote it with no fence_async since",
+            "missing fence": f"{here} has {byte} read that {other} wrote, with no fence_async since",
             "wrong memory": f"{here} reaches {byte} by an instruction for {elsewhere} memory",
             "misaligned": f"{here} reaches {byte}, which is not aligned to the width of the access",
             "divergent barrier": f"{here} waits at a barrier that not all threads of its block reach",
