@@ -56,7 +56,7 @@ BROKEN = {
     "the wait for the products before": ("wgmma_wait<1>();", "", "read in flight"),
     "a wait that leaves too many": ("wgmma_wait<1>();", "wgmma_wait<2>();", "read in flight"),
     "tiles that stay taken": ("if (speaks && step > 0) arrive_at(thread, shared->free[before]);", "", "deadlock"),
-    "the last tile stays taken": ("if (speaks && steps > 0) arrive_at(thread, shared->free[before]);", "", "deadlock"),
+    "the last tile stays taken": ("      if (speaks) arrive_at(thread, shared->free[before]);", "", "deadlock"),
     "a tile freed too early": ("if (speaks && step > 0)", "if (speaks)", "read in flight"),
     "a block that is not told": ("thread < CLUSTER;", "thread == 0;", "deadlock"),
     "the wait for the sums": ("wgmma_wait<0>(sum);", "", "wrong"),

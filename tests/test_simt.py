@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, name: str, folder: Path, flags=()) -> None:
         self.source = HERE / f"{name}.cu"
-        binding = HERE / (f"{name}.cpp" if name in ("faults", "order") else "operations.cpp")
+        binding = HERE / (f"{name}.cpp" if name in ("faults", "order", "hopper") else "operations.cpp")
         self.lines = {}  # of the x-rayed module, by position
         self.paths = {
             variant: build.build_module(self.source, binding, variant, folder, flags) for variant in ("simt", "xray")

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constan
         before = at.stage;
       }
       wgmma_wait<0>(sum);
-      if (speaks && steps > 0) arrive_at(thread, shared->free[before]);
+      if (speaks) arrive_at(thread, shared->free[before]);
       store_rows(sum, shared->out[consumer], c, row0, tile.col * COLS, consumer);
     }
     if (thread == 0) store_wait<0>();
