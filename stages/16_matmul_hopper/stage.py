@@ -26,7 +26,7 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
         bulk_store_sectors=tiles * ROWS * COLS * itemsize // 32,
         products=tiles * steps * 4 * 8,
         shared_store_wavefronts=tiles * ROWS * COLS * itemsize // 128,
-        barriers=min(tiles, BLOCKS) * 2 + tiles * 2 * 4,  # two groups of warps meet twice for each half of their rows
+        barriers=min(tiles, BLOCKS) * 2 + tiles * 2 * 8,  # two groups of warps meet twice for each box of C
     )
 
 
