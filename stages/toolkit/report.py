@@ -32,6 +32,15 @@ class Counts:
     products: int = 0  # by a warp, straight from shared memory
     barriers: int = 0
 
+    @property
+    def sectors_read(self) -> int:
+        """From global memory, by loads and by the copy engine."""
+        return self.load_sectors + self.bulk_load_sectors
+
+    @property
+    def sectors_written(self) -> int:
+        return self.store_sectors + self.bulk_store_sectors
+
     def metrics(self) -> dict[str, int]:
         """The totals under the names that Nsight Compute gives them (barriers, which it does not count, left out)."""
         return {metric: getattr(self, name) for name, metric in METRICS.items()}
