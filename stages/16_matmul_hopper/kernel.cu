@@ -16,7 +16,7 @@
 //             sectors               M N K / 2048 loaded, M N / 16 stored
 //             products              M N K / 65536 of a warp
 //             shared wavefronts     M N / 64 stores
-//             barriers              2 a block, 8 a tile
+//             barriers              2 a block, 16 a tile
 // Limits    Both consumers write C at the same time, and nobody multiplies then. A tile of B comes from the
 //           second-level cache half as often as without clusters; A still comes once for each 256 columns of C.
 // Needs     compute capability 9.0
@@ -36,7 +36,7 @@ constexpr int SIDE = 64;  // rows of a consumer: what a wgmma multiplies
 constexpr int ROWS = SIDE * CONSUMERS, COLS = 256;
 constexpr int CLUSTER = 2;  // blocks below each other: each loads a part of B's tile for all of them
 constexpr int PART = COLS / CLUSTER;
-constexpr unsigned ALL = (1 << CLUSTER) - 1;
+constexpr unsigned ALL = (1 << CLUSTER) - 1;  // of its blocks
 constexpr int GROUP = 8;  // clusters below each other that share columns of B, before the next columns begin
 
 template <typename T>
@@ -66,44 +66,43 @@ template <bool BY_K>
 constexpr int STEP = BY_K ? 16 : 16 * BOX;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Asks for all boxes of HEIGHT rows of A, or columns of B, and DEPTH along k: for some blocks of the cluster.
-template <bool BY_K, int HEIGHT, typename T>
-__device__ __forceinline__ void load_tile(unsigned blocks, T* tile, const TensorMap& map, int64_t i0, int64_t k0,
-                                          MBarrier& full) {
-  if constexpr (BY_K) {
-    load_box_to(blocks, tile, map, k0, i0, full);
-  } else {
-    UNROLL
-    for (int i = 0; i < HEIGHT; i += BOX) load_box_to(blocks, tile + i * DEPTH, map, i0 + i, k0, full);
+// Asks for all boxes of HEIGHT rows of A, or columns of B, and DEPTH along k: for this block, or for the whole cluster.
+template <bool BY_K, int HEIGHT, bool FOR_ALL, typename T>
+__device__ __forceinline__ void load_tile(T* tile, const TensorMap& map, int64_t i0, int64_t k0, MBarrier& full) {
+  UNROLL
+  for (int i = 0; i < HEIGHT; i += BY_K ? HEIGHT : BOX) {
+    const int64_t along = BY_K ? k0 : i0 + i, across = BY_K ? i0 : k0;
+    if constexpr (FOR_ALL) load_box_to(ALL, tile + i * DEPTH, map, along, across, full);
+    else load_box(tile + i * DEPTH, map, along, across, full);
   }
 }
 
-// The sums of a consumer as T, to C: two boxes of 64 columns at a time, by way of shared memory.
+// The sums of a consumer as T, to C: a box of 64 columns after the other, by way of two places in shared memory.
 template <typename T>
 __device__ __forceinline__ void store_rows(const float (&sum)[COLS / 2], T (&out)[2][SIDE * BOX], const TensorMap& c,
                                            int64_t row0, int64_t col0, int consumer) {
   const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-  const int row =
-      thread / 32 * 16 + lane % 16;  // whose place this lane names: of 16 rows, the columns 0 to 7 or 8 to 15
+  // A lane names a place for all: of 16 rows of its warp, the columns 0 to 7 or 8 to 15.
+  const int row = thread / 32 * 16 + lane % 16;
   UNROLL
-  for (int col = 0; col < COLS; col += 2 * BOX) {
-    if (thread == 0) store_wait<0>();     // what was written here before has been read
+  for (int col = 0; col < COLS; col += BOX) {
+    T* const box = out[col / BOX % 2];
+    if (thread == 0) store_wait<1>();     // the box that was here has been read
     sync_group<WARPGROUP>(1 + consumer);  // and everyone knows
     UNROLL
-    for (int j = 0; j < 2 * BOX; j += 16) {
+    for (int j = 0; j < BOX; j += 16) {
       uint32_t fragment[4];
       UNROLL
       for (int i = 0; i < 4; ++i) {
         const float* pair = sum + (col + j) / 2 + i * 2;
         fragment[i] = pack<T>(pair[0], pair[1]);
       }
-      store_matrices(&out[j / BOX][row * BOX + swizzled(row, j % BOX / 8 + lane / 16) * 8], fragment);
+      store_matrices(box + row * BOX + swizzled(row, j / 8 + lane / 16) * 8, fragment);
     }
     fence_async();
     sync_group<WARPGROUP>(1 + consumer);  // all rows are there
     if (thread == 0) {
-      store_box(c, col0 + col, row0, out[0]);
-      store_box(c, col0 + col + BOX, row0, out[1]);
+      store_box(c, col0 + col, row0, box);
       store_commit();
     }
   }
@@ -140,8 +139,8 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constan
         MBarrier& full = shared->full[at.stage];
         Tiles<T>& to = shared->tiles[at.stage];
         arrive_expecting(full, sizeof to);
-        load_tile<A_BY_K, ROWS>(1 << rank, to.a, a, row0, step * DEPTH, full);
-        load_tile<B_BY_K, PART>(ALL, to.b + rank * PART * DEPTH, b, col0, step * DEPTH, full);
+        load_tile<A_BY_K, ROWS, false>(to.a, a, row0, step * DEPTH, full);
+        load_tile<B_BY_K, PART, true>(to.b + rank * PART * DEPTH, b, col0, step * DEPTH, full);
       }
     }
   } else {
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constan
         before = at.stage;
       }
       wgmma_wait<0>(sum);
-      if (speaks && steps > 0) arrive_at(thread, shared->free[before]);
+      if (speaks) arrive_at(thread, shared->free[before]);
       store_rows(sum, shared->out[consumer], c, row0, tile.col * COLS, consumer);
     }
     if (thread == 0) store_wait<0>();
@@ -201,6 +200,7 @@ void launch_halves(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
 void matmul(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
   dispatch_floating(c.dtype, [&]<typename T>() {
     if constexpr (sizeof(T) == 2) launch_halves<T>(a, b, c, stream);
-    else throw std::invalid_argument(std::string("wgmma multiplies float16 and bfloat16 here, got ") + name_of(c.dtype));
+    else
+      throw std::invalid_argument(std::string("wgmma multiplies float16 and bfloat16 here, got ") + name_of(c.dtype));
   });
 }

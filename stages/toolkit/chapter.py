@@ -137,7 +137,8 @@ def bytes_per_flop(stage: Stage, size: tuple[int, ...], dtype: str) -> float | N
     sizes, itemsize = stage.sizes(size), getattr(torch, dtype).itemsize
     options = stage.options(getattr(torch, dtype))[0]
     counts, work = stage.cost(**sizes, itemsize=itemsize, **options), stage.family.work(sizes, itemsize, **options)
-    return SECTOR * counts.sectors / work.operations
+    sectors = counts.sectors_read + counts.sectors_written + counts.atomic_sectors
+    return SECTOR * sectors / work.operations
 
 
 # ---------------------------------------------------------------------------------------------------------------------

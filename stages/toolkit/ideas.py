@@ -35,7 +35,7 @@ IDEAS: dict[str, dict[str, str]] = {
 """: """        wgmma_wait<0>(sum);
         if (speaks) arrive_at(thread, shared->free[at.stage]);
 """,
-        "      if (speaks && steps > 0) arrive_at(thread, shared->free[before]);\n": "",
+        "      if (speaks) arrive_at(thread, shared->free[before]);\n": "",
     },
     "blocks that stay": {"std::min(down * across, multiprocessors(stream) / CLUSTER);": "down * across;"},
     "clusters of two": {"CLUSTER = 2;": "CLUSTER = 1;"},

@@ -94,7 +94,10 @@ MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 LOOSER = re.compile(
     r"&&|\|\||[;,?]|(?<!:):(?!:)|[=!]=|(?<=\s)[-+*/%&|^]?=(?=\s)|(?<=\s)[&|^](?=\s)|\breturn\b|\bcase\b"
 )
-BARRIER = re.compile(r"(?:\b[A-Za-z_]\w*(?:::|\.|->))*\b\w*(?:sync|wait|barrier)\w*(?:<[^;<>]*>)?\s*(?=\()")
+BARRIER = re.compile(
+    r"(?:\b[A-Za-z_]\w*(?:::|\.|->))*"
+    r"\b\w*(?:sync|wait|barrier|arrive|wgmma_fence|wgmma_commit|store_commit|_registers)\w*(?:<[^;<>]*>)?\s*(?=\()"
+)
 SHARED = re.compile(r"\b__shared__\b[^;{}]*;")
 CONSTANT = re.compile(r"\bconstexpr\b[^;=(){}]*?\b(\w+) = ([^;{}]*);")
 EXIT = re.compile(r"\s*(?:\{\s*)?(?:return|continue|break)\b")

@@ -62,7 +62,7 @@ def stages_table() -> str:
         if stage.cost:
             counts = stage.cost(**sizes, itemsize=itemsize, **options)
             least = stage.family.work(sizes, itemsize, **options).bytes
-            moved = SECTOR * counts.sectors
+            moved = SECTOR * (counts.sectors_read + counts.sectors_written)
             problem = times_sign(sizes.values())
             if stage.dtype is not torch.float32:
                 problem += f", {str(stage.dtype).removeprefix('torch.')}"

@@ -33,9 +33,13 @@ class Counts:
     barriers: int = 0
 
     @property
-    def sectors(self) -> int:
-        """All sectors of global memory that were read or written."""
-        return sum(amount for name, amount in vars(self).items() if name.endswith("_sectors"))
+    def sectors_read(self) -> int:
+        """From global memory, by loads and by the copy engine."""
+        return self.load_sectors + self.bulk_load_sectors
+
+    @property
+    def sectors_written(self) -> int:
+        return self.store_sectors + self.bulk_store_sectors
 
     def metrics(self) -> dict[str, int]:
         """The totals under the names that Nsight Compute gives them (barriers, which it does not count, left out)."""
@@ -149,7 +153,7 @@ class Fault:
             "write to input": f"{here} writes {byte}, which is an input",
             "copy in flight": f"{here} touches {byte}, which the copy of {other} has not brought yet",
             "read in flight": f"{here} writes {byte}, which {other} may still have read",
-            "missing fence": f"{here} has {byte} read beside the threads, and {other} wrote it with no fence_async since",
+            "missing fence": f"{here} has {byte} read that {other} wrote, with no fence_async since",
             "wrong memory": f"{here} reaches {byte} by an instruction for {elsewhere} memory",
             "misaligned": f"{here} reaches {byte}, which is not aligned to the width of the access",
             "divergent barrier": f"{here} waits at a barrier that not all threads of its block reach",
