@@ -569,25 +569,21 @@ def test_exercise_15(capsys):
 
 
 def test_exercise_16(capsys):
-    """All four boxes of a consumer at a time, for one tile less in the ring."""
+    """When all meet because a box is complete, they can be told that the other place is free."""
     size, kernel = (512, 768, 192), lab.kernel("16")
     tiles, formula = 4 * 3, kernel.formula(*size)
     shared = kernel.xray(*size).launches[0].dynamic_shared
-    limits = {"barriers": formula.barriers - 4 * tiles, "shared_bytes": shared, "shared_store_conflicts": 0}
-    first, second = "store_box(c, col0 + col, row0, out[0]);", "store_box(c, col0 + col + BOX, row0, out[1]);"
-    at_once = {
-        "T out[CONSUMERS][2][": "T out[CONSUMERS][4][",
-        "T (&out)[2][": "T (&out)[4][",
-        "col < COLS; col += 2 * BOX": "col < COLS; col += 4 * BOX",
-        "j < 2 * BOX;": "j < 4 * BOX;",
-        first: "for (int i = 0; i < 4; ++i) store_box(c, col0 + col + i * BOX, row0, out[i]);",
-        second: "",
+    limits = {"barriers": formula.barriers - 8 * tiles, "shared_bytes": shared}
+    first = {
+        "if (thread == 0) store_wait<1>();     // the box": "// the box",
+        "sync_group<WARPGROUP>(1 + consumer);  // and": "// and",
     }
-    lab.exercise(kernel, at_once | {"STAGES = 4;": "STAGES = 3;"}, *size, at_most=limits)
-    assert "\nSolved." in capsys.readouterr().out
-    lab.exercise(kernel, at_once, *size, at_most=limits)
-    assert "\nSolved." not in capsys.readouterr().out
-    lab.exercise(kernel, {"sync_group<WARPGROUP>(1 + consumer);  // and": "// and"}, *size, at_most=limits)
+    second = "    sync_group<WARPGROUP>(1 + consumer);  // all"
+    for left, reply in ((0, "\nSolved."), (1, "read in flight")):
+        told = {second: f"    if (thread == 0) store_wait<{left}>();\n{second}"}
+        lab.exercise(kernel, first | told, *size, at_most=limits)
+        assert reply in capsys.readouterr().out
+    lab.exercise(kernel, {second: "    // all"}, *size, at_most=limits)
     assert "race" in capsys.readouterr().out
 
 
