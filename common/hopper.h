@@ -137,9 +137,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* place) {
 }  // namespace detail
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
-// By one thread, before all else; then fence_async, and a __syncthreads.
+// By one thread, before all else; then fence_async, and a __syncthreads, or a cluster_sync where others may arrive here.
 __device__ __forceinline__ void init(MBarrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&barrier)), "r"(arrivals)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(
+                   detail::shared_address(&barrier)),
+               "r"(arrivals)
                : "memory");
 }
 
