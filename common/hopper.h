@@ -28,6 +28,8 @@
 // to global memory at its wait, or never. The x-ray follows who knows what by barriers and waits: it tells a product
 // that reads a box before it has come, or that runs while somebody fills its tiles anew, a copy of what was written
 // without a fence_async, registers that are not there to be taken; and a wait for what never comes is the deadlock it is.
+// Not seen: an element of a box that lies in the gap of a view; bytes of a box closer than 16; and, as a cluster is run as
+// one block of at most 1024 threads, its blocks' other turns. A fence before products is asked for after every wait.
 // All of this is of compute capability 9.0, compiled for sm_90a. Source: the PTX ISA, 9.7.9 (copies), 9.7.13 (mbarrier),
 // 9.7.15 (wgmma).
 #pragma once
@@ -137,9 +139,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* place) {
 }  // namespace detail
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
-// By one thread, before all else; then fence_async, and a __syncthreads.
+// By one thread, before all else; then fence_async, and a __syncthreads, or a cluster_sync where others may arrive here.
 __device__ __forceinline__ void init(MBarrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&barrier)), "r"(arrivals)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(
+                   detail::shared_address(&barrier)),
+               "r"(arrivals)
                : "memory");
 }
 
@@ -192,11 +196,12 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Arrives at the barrier at this place of the block of that rank.
+// Arrives at the barrier at this place of the block of that rank. Products and copies that this thread has waited for are
+// over for whoever waits there. (Of what threads have stored that is not said: it would take a fence of the whole GPU.)
 __device__ __forceinline__ void arrive_at(int rank, MBarrier& barrier) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(detail::shared_address(&barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(detail::shared_address(&barrier)),
       "r"(rank)
       : "memory");
 }

@@ -141,14 +141,15 @@ def main(arguments: list[str]) -> int:
     names = build.select(",".join(arguments) or "all")
     failed = []
     print(f"{'stage':24} {'kernel':32} {'for':7} registers  shared  spills  stack")
+    longest_first = sorted(names, key=lambda name: -build.kernel_of(name).stat().st_size)  # no core idles at the end
     with ThreadPoolExecutor(build.Runner().jobs) as pool:
-        compiled = {name: pool.submit(compile_kernels, name) for name in names}
-        for name, future in compiled.items():
+        compiled = {name: pool.submit(compile_kernels, name) for name in longest_first}
+        for name in names:
             stage = stages.load(name)
             registers, spills = getattr(stage, "registers", 64), getattr(stage, "spills", False)
             budget = "-" if registers is None else registers
             try:
-                kernels = future.result()
+                kernels = compiled[name].result()
             except BuildError as error:
                 failed.append(str(error))
                 print(f"{name:24} does not compile")
