@@ -33,7 +33,7 @@ def cost(M: int, N: int, K: int, itemsize: int) -> Counts:
 stage = Stage(
     __file__,
     family=matmul,
-    lesson="who multiplies does nothing else: copy engine, wgmma, warps with roles",
+    lesson="who multiplies does nothing else: TMA, wgmma, warps with roles",
     cost=cost,
     aligned=(CLUSTER * ROWS, COLS, DEPTH),
     registers=168,  # at the start; the consumers take more
