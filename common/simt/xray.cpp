@@ -1331,6 +1331,8 @@ void xray_start(uint64_t trace_rows, int64_t trace_block) {
 Recording xray_stop() {
   std::lock_guard lock(state.call_mutex);
   state.on = false;
+  if (state.arena) munmap(state.arena, state.arena_size);  // a process may have a hundred modules, and their x-rays
+  state.arena = nullptr;
   return std::move(state.recording);
 }
 
