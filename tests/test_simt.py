@@ -777,11 +777,16 @@ def test_what_does_not_order_blocks_is_told_with_its_line(order, run):
     place(order, run)
     for name, places in DISORDERED.items():
         blocks = 3 if name.startswith(("chain", "fenced", "round", "in_place")) else 2
-        _, recording = ask(order, name, torch.ones(64 * blocks), blocks, 2 * 64 * blocks, "xray")
-        races = [fault for fault in recording["faults"] if fault["kind"] == "block race"]
-        lines = {line for fault in races for line in (fault["line"], fault["other_line"])}
-        assert lines >= {order.line_of(where) for where in places}, (name, recording["faults"])
-        assert all(fault["block"] != fault["other_block"] for fault in races)
+        wanted, lines = {order.line_of(where) for where in places}, set()
+        # On two cores a plain store may be seen by another block's look before it is counted; then the look is not told.
+        for _ in range(1 if run[2] == 1 else 5):
+            _, recording = ask(order, name, torch.ones(64 * blocks), blocks, 2 * 64 * blocks, "xray")
+            races = [fault for fault in recording["faults"] if fault["kind"] == "block race"]
+            assert all(fault["block"] != fault["other_block"] for fault in races)
+            lines |= {line for fault in races for line in (fault["line"], fault["other_line"])}
+            if lines >= wanted:
+                break
+        assert lines >= wanted, (name, recording["faults"])
 
 
 def test_the_random_schedule_parts_the_steps_of_a_protocol(order):
