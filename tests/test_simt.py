@@ -778,7 +778,7 @@ def test_what_does_not_order_blocks_is_told_with_its_line(order, run):
     for name, places in DISORDERED.items():
         blocks = 3 if name.startswith(("chain", "fenced", "round", "in_place")) else 2
         wanted, lines = {order.line_of(where) for where in places}, set()
-        # On two cores a plain store may be seen by another block's look before it is counted; then the look is not told.
+        # On two cores another block may look at a plain store before it is counted: then the look is not told.
         for _ in range(1 if run[2] == 1 else 5):
             _, recording = ask(order, name, torch.ones(64 * blocks), blocks, 2 * 64 * blocks, "xray")
             races = [fault for fault in recording["faults"] if fault["kind"] == "block race"]
