@@ -111,7 +111,7 @@ TensorMap tensor_map(const View<T, 2>& x, int along, int height) {
       &map,
       std::is_same_v<std::remove_const_t<T>, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       2, const_cast<std::remove_const_t<T>*>(x.data), sizes, pitches, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled refuses a matrix of " + std::to_string(x.size[0]) + " x " +
                              std::to_string(x.size[1]) + ": CUDA error " + std::to_string(int(result)));

@@ -45,7 +45,7 @@ BROKEN = {
     "a wait for the other parity": ("at.parity ^ 1", "at.parity", "deadlock"),
     "bytes that nobody expects": ("sizeof to)", "sizeof to - 128)", "deadlock"),
     "bytes that never come": (
-        "load_tile<A_BY_K, ROWS, false>(to.a, a, row0, step * DEPTH, full);",
+        "load_tile<A_BY_K, ROWS, false>(to.a, a, row0, k0, full);",
         "",
         "16384 bytes",
     ),

@@ -7,6 +7,7 @@ import torch
 from conftest import GPU
 
 from stages.toolkit import ideas, lab
+from stages.toolkit.errors import NotAvailable
 
 
 def test_each_is_right_and_has_no_fault():
@@ -39,6 +40,25 @@ def test_a_record_is_shown_of_the_kernel_as_it_stands(tmp_path, monkeypatch):
     assert lines == [["one tile", "0.004", "0", "25.0"], ["a ring", "0.002", "1", "50.0"]]
 
 
+def test_what_limits_it_is_told_of_the_last_size_and_kernel():
+    rows = [{"sizes": [4096, 4096, 4096], "torch.matmul": 0.1, "ms": {"one tile": 0.4, "a ring": 0.1}}]
+    load = {"ms": 0.2, "watts": 651.2, "most_watts": 700.0, "mhz": 1600.0, "most_mhz": 1980.0, "multiprocessors": 128}
+    text = ideas.limit({"rows": rows, "load": load})
+    assert "draws 651 of 700 W" in text and "at 1600 of 1980 MHz" in text
+    assert text.endswith("at work in 82 %.")  # 4096^3 / 2048 / 128 = 262144 cycles of 320000
+
+
+@pytest.mark.parametrize("answer", [None, "", "no devices were found", "1, 2, 3"])
+def test_a_driver_that_does_not_tell(monkeypatch, answer):
+    properties = type("Properties", (), {"uuid": "12"})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(ideas, "capture", lambda *command: answer)
+    with pytest.raises(NotAvailable, match="does not tell the card's power and clock"):
+        ideas.under_load(lambda: None, seconds=0)
+
+
 def test_without_a_gpu_nothing_is_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ideas.main(["--out", str(tmp_path / "ideas.json")]) == 1
@@ -53,3 +73,5 @@ def test_a_record(tmp_path, monkeypatch):
     assert ideas.main(["--out", str(tmp_path / "ideas.json")]) == 0
     (row,) = json.loads((tmp_path / "ideas.json").read_text())["rows"]
     assert list(row["ms"]) == list(ideas.IDEAS) and min(*row["ms"].values(), row["torch.matmul"]) > 0
+    load = json.loads((tmp_path / "ideas.json").read_text())["load"]
+    assert 0 < load["watts"] and 0 < load["mhz"] <= load["most_mhz"]

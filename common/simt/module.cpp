@@ -52,14 +52,15 @@ struct Symbols {
   std::vector<SharedVariable> variables;
 };
 
-// _ZZ <function> E <length> <name>: a variable of a function. Those of libraries are not kernels' shared memory.
+// _ZZ <function> E <length> <name> B6shared: a variable of a function that `__shared__` has marked. Those of libraries
+// are not kernels' shared memory.
 void add_variable(Symbols& symbols, const std::string& mangled, size_t offset, size_t size) {
-  if (mangled.rfind("_ZZ", 0) != 0 || mangled.find("pybind11") != std::string::npos) return;
-  if (mangled.rfind("_ZZN4simt", 0) == 0 || mangled.rfind("_ZZNSt", 0) == 0 || mangled.rfind("_ZZNKSt", 0) == 0) return;
-  for (size_t e = mangled.rfind('E'); e != std::string::npos && e > 3; e = mangled.rfind('E', e - 1)) {
+  const size_t mark = mangled.rfind("B6shared");
+  if (mangled.rfind("_ZZ", 0) != 0 || mark == std::string::npos) return;
+  for (size_t e = mangled.rfind('E', mark); e != std::string::npos && e > 3; e = mangled.rfind('E', e - 1)) {
     char* name = nullptr;
     const unsigned long length = std::strtoul(mangled.c_str() + e + 1, &name, 10);
-    if (length == 0 || length > std::strlen(name) || (name[length] && name[length] != '_')) continue;
+    if (length == 0 || name + length != mangled.c_str() + mark) continue;
     symbols.variables.push_back({std::string(name, length), "_Z" + mangled.substr(3, e - 3), offset, size, false});
     return;
   }

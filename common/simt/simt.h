@@ -18,10 +18,11 @@
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __constant__ static const
+// The tag becomes a part of the variable's symbol, by which the CPU device knows shared memory from other variables.
 #if defined(__clang__)
-#define __shared__ static thread_local
-#else
-#define __shared__ static thread_local constinit  // so that g++ does not ask at every use whether it is constructed
+#define __shared__ static thread_local __attribute__((abi_tag("shared")))
+#else  // constinit, so that g++ does not ask at every use whether it is constructed
+#define __shared__ static thread_local constinit __attribute__((abi_tag("shared")))
 #endif
 #define __restrict__ __restrict
 #define __grid_constant__

@@ -134,13 +134,15 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_hopper(const __grid_constan
       const Tile tile = tile_of_block<GROUP>(n, down, across);
       const int64_t row0 = (tile.row * CLUSTER + rank) * ROWS;
       const int64_t col0 = tile.col * COLS + rank * PART;
+      const bool back = n / clusters % 2 == 1;  // along k: what the last tile read last may still be in the L2
       for (int64_t step = 0; step < steps; ++step, at.next()) {
+        const int64_t k0 = (back ? steps - 1 - step : step) * DEPTH;
         wait(shared->free[at.stage], at.parity ^ 1);
         MBarrier& full = shared->full[at.stage];
         Tiles<T>& to = shared->tiles[at.stage];
         arrive_expecting(full, sizeof to);
-        load_tile<A_BY_K, ROWS, false>(to.a, a, row0, step * DEPTH, full);
-        load_tile<B_BY_K, PART, true>(to.b + rank * PART * DEPTH, b, col0, step * DEPTH, full);
+        load_tile<A_BY_K, ROWS, false>(to.a, a, row0, k0, full);
+        load_tile<B_BY_K, PART, true>(to.b + rank * PART * DEPTH, b, col0, k0, full);
       }
     }
   } else {
@@ -183,7 +185,9 @@ void launch_as(Input<2> a, Input<2> b, Output<2> c, Stream stream) {
   // Without steps nothing is read of A and B: any map does.
   const TensorMap a_map = depth == 0 ? to : tensor_map(a.as<T>(), A_BY_K ? 1 : 0, A_BY_K ? ROWS : DEPTH);
   const TensorMap b_map = depth == 0 ? to : tensor_map(b.as<T>(), B_BY_K ? 0 : 1, B_BY_K ? PART : DEPTH);
-  const int64_t clusters = std::min(down * across, multiprocessors(stream) / CLUSTER);
+  // Tiles come in rounds. No more clusters than keep the last one full, too: the power that others save is theirs.
+  const int64_t rounds = ceil_div(down * across, multiprocessors(stream) / CLUSTER);
+  const int64_t clusters = ceil_div(down * across, rounds);
   launch_clusters<matmul_hopper<T, A_BY_K, B_BY_K>>(CLUSTER, {clusters * CLUSTER}, dim3(THREADS), sizeof(Shared<T>),
                                                     stream, a_map, b_map, to, down, across, ceil_div(depth, DEPTH));
 }

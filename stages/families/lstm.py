@@ -76,6 +76,7 @@ SWEEP = {
 DTYPES = FLOATING
 INCUMBENT, BACKWARD = "torch.nn.LSTM", True  # cuDNN's
 
+MANY = 1 << 16  # preactivations
 ACTIVATIONS = ("soft", "hard")  # as the kernels number them
 GATES = 4
 WORDS = torch.int32  # of what blocks tell each other
@@ -404,11 +405,13 @@ def make(
 ) -> tuple[Tensor, ...]:
     """Normal x, preactivations and states of about 1; c0 of 16-bit x is float32, as c_T is.
 
-    "hard" in 16 bits gets an eighth of it: where rounding puts z past a kink the slope is wholly another.
+    "hard" gets an eighth of it in 16 bits, or where z are so many that one of them is at a kink to within float32's
+    rounding: where that puts it past the kink the slope is wholly another.
     """
-    large = 0.125 if activation == "hard" and dtype.itemsize == 2 else 1.0
-    generator = torch.Generator(device).manual_seed(seed)
     seq, batch, inputs, hidden = (sizes[name] for name in SIZES)
+    at_kinks = dtype.itemsize == 2 or seq * batch * 4 * hidden > MANY
+    large = 0.125 if activation == "hard" and at_kinks else 1.0
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return scale * random(size, torch.float64, generator)

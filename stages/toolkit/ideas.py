@@ -8,7 +8,9 @@ stands. All are made of stage 16's kernel by changes of its text, which take ide
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,18 @@ import torch
 from torch import Tensor
 
 from stages.toolkit import bench, build, kernels, lab, mutate, nsight, verify
+from stages.toolkit.compilers import capture
 from stages.toolkit.errors import NotAvailable
 
 RECORD = build.PACKAGE / "measured" / "ideas.json"
 STAGE, DTYPE = "16", torch.bfloat16
+PRODUCTS_A_CYCLE = 2048  # multiply-adds of 16 bits by the tensor cores of a Hopper multiprocessor
+CALLS = 50  # in a row, so that the time they take is the card's
 SIZES = ((4096, 4096, 4096), (8192, 8192, 8192))
+
+ROUNDS = """  const int64_t rounds = ceil_div(down * across, multiprocessors(stream) / CLUSTER);
+  const int64_t clusters = ceil_div(down * across, rounds);
+"""
 
 # The ideas in the order of the lesson, and how the kernel is written without them.
 IDEAS: dict[str, dict[str, str]] = {
@@ -37,9 +46,16 @@ IDEAS: dict[str, dict[str, str]] = {
 """,
         "      if (speaks) arrive_at(thread, shared->free[before]);\n": "",
     },
-    "blocks that stay": {"std::min(down * across, multiprocessors(stream) / CLUSTER);": "down * across;"},
+    "blocks that stay": {ROUNDS: "  const int64_t clusters = down * across;\n"},
     "clusters of two": {"CLUSTER = 2;": "CLUSTER = 1;"},
     "tiles of C in groups": {"GROUP = 8;": "GROUP = 1;"},
+    "along k there and back": {
+        "const bool back = n / clusters % 2 == 1;": "",
+        "(back ? steps - 1 - step : step)": "step",
+    },
+    "rounds that are full": {
+        ROUNDS: "  const int64_t clusters = std::min(down * across, multiprocessors(stream) / CLUSTER);\n"
+    },
 }
 
 
@@ -74,8 +90,34 @@ def caller(name: str, kernel: lab.Kernel) -> Callable[[Tensor, Tensor], Tensor]:
     return multiply
 
 
+def under_load(call: Callable[[], object], seconds: float = 2.0) -> dict[str, float]:
+    """Power in W, clock in MHz and their limits, by the driver, while the card does nothing but these calls; their ms.
+
+    Raises:
+        NotAvailable: There is no nvidia-smi, or it does not say.
+    """
+    values = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm")
+    index = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    ask = ("nvidia-smi", f"--id=GPU-{index}", f"--query-gpu={','.join(values)}", "--format=csv,noheader,nounits")
+    with ThreadPoolExecutor(1) as pool:
+        began, answer = time.monotonic(), None
+        while answer is None or not answer.done():
+            start = time.monotonic()
+            for _ in range(CALLS):
+                call()
+            torch.cuda.synchronize()
+            ms = (time.monotonic() - start) * 1000 / CALLS
+            if answer is None and time.monotonic() > began + seconds:
+                answer = pool.submit(capture, *ask)
+    try:
+        found = [float(value) for value in (answer.result() or "").split(",")]
+        return {"ms": ms, **dict(zip(("watts", "most_watts", "mhz", "most_mhz"), found, strict=True))}
+    except ValueError:
+        raise NotAvailable(f"{' '.join(ask)} does not tell the card's power and clock: {answer.result()}") from None
+
+
 def record() -> dict[str, object]:
-    """Milliseconds of each kernel and of torch.matmul for each size, and on which machine.
+    """Milliseconds of each kernel and of torch.matmul for each size, the card under the last one, and which machine.
 
     Raises:
         NotAvailable: There is no GPU, or another one.
@@ -95,8 +137,11 @@ def record() -> dict[str, object]:
             assert verify.relative_error(call(a, b), expected) <= most, f"wrong with the ideas up to {name!r}"
         times = bench.in_turn([torch.matmul, *calls.values()], bench.rotated((a, b)))
         rows.append({"sizes": list(values), "torch.matmul": times[0], "ms": dict(zip(calls, times[1:], strict=True))})
+        load = under_load(lambda call=call, a=a, b=b: call(a, b))
     name = str(DTYPE).removeprefix("torch.")
-    return {**nsight.machine(), "kernel": fingerprint(), "dtype": name, "unit": "ms", "rows": rows}
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    load["multiprocessors"] = processors
+    return {**nsight.machine(), "kernel": fingerprint(), "dtype": name, "unit": "ms", "rows": rows, "load": load}
 
 
 def recorded() -> dict[str, Any] | None:
@@ -123,6 +168,18 @@ def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def limit(found: Mapping[str, Any]) -> str:
+    """In words, from a record: the power the card draws, the clock that this leaves, how busy its tensor cores are."""
+    load, (m, n, k) = found["load"], found["rows"][-1]["sizes"]
+    cycles = m * n * k / PRODUCTS_A_CYCLE / load["multiprocessors"]
+    return (
+        f"While it multiplies {m} x {k} by {k} x {n}, one product after the other, in {load['ms']:.4g} ms each, the "
+        f"card draws {load['watts']:.0f} of {load['most_watts']:.0f} W, and its multiprocessors run at "
+        f"{load['mhz']:.0f} of {load['most_mhz']:.0f} MHz. Of the cycles that leaves, the tensor cores are at work "
+        f"in {100 * cycles / (load['ms'] * load['mhz'] * 1000):.0f} %."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.toolkit.ideas", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=RECORD, metavar="FILE", help="where the record goes")
@@ -135,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     header, rows = table(found)
     print(lab.render.table(header, rows, "<" + ">" * (len(header) - 1)))
+    print(limit(found))
     return 0
 
 
