@@ -14,13 +14,15 @@ from stages.toolkit import chapter  # noqa: E402
 from stages.toolkit.errors import StageNotFound  # noqa: E402
 from stages.toolkit.report import SECTOR  # noqa: E402
 
-RUN = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01"}
+MACHINE = {"card": "A Card", "driver": "1.2", "torch": "2"}
+OTHER = {"card": "Another Card", "driver": "1.2", "torch": "2"}
 
 
 def record(stage, size, dtype="float32", ms=2.0, ratio=0.5, **more):
     sizes = dict(zip("MNK", (size,) * 3, strict=True))
     figures = {"ms": ms, "incumbent_ms": ms * ratio, "ratio": ratio, "percent_of_limit": 40.0, "limit": "arithmetic"}
-    return {"stage": stage, "sizes": sizes, "dtype": dtype, "incumbent": "torch.matmul", **figures, **more}
+    what = {"stage": stage, "sizes": sizes, "dtype": dtype, "date": "2026-01-01", "incumbent": "torch.matmul"}
+    return {**what, **figures, **more}
 
 
 def kernel(registers=40, shared=8192, spilled=0):
@@ -35,7 +37,15 @@ def kernel(registers=40, shared=8192, spilled=0):
 
 
 def of(*records):
-    return chapter.chapter("1", {**RUN, "records": list(records)})
+    return chapter.chapter("1", [{**MACHINE, "records": list(records)}])
+
+
+def of_two(records, others):
+    """The chapter from the records of two machines; the same in whatever order the file has them."""
+    both = [{**MACHINE, "records": records}, {**OTHER, "records": others}]
+    shown, turned = chapter.chapter("1", both), chapter.chapter("1", both[::-1])
+    assert chapter.markdown(shown) == chapter.markdown(turned)
+    return shown
 
 
 def cells(shown, name, dtype="float32"):
@@ -92,8 +102,8 @@ def test_what_is_missing_is_a_dash():
 
 
 def test_nothing_measured():
-    for run in (None, {**RUN, "records": []}):
-        shown = chapter.chapter("1", run)
+    for recorded in ([], [{**MACHINE, "records": []}]):
+        shown = chapter.chapter("1", recorded)
         assert chapter.markdown(shown).startswith("**Not measured yet.**")
         assert chapter.text(shown).startswith("Not measured yet.")
         assert chapter.plot(shown) is None
@@ -161,21 +171,21 @@ def test_sizes_read_well():
 
 def test_chapters():
     assert chapter.numbers() == sorted({name[0] for name in stages.names()})
-    assert chapter.chapter("0", None).library == "torch.add"
+    assert chapter.chapter("0", []).library == "torch.add"
     with pytest.raises(StageNotFound, match="no chapter is called '77'; there are: 0, 1"):
-        chapter.chapter("77", None)
+        chapter.chapter("77", [])
 
 
 def test_a_family_of_its_own_in_a_chapter_has_its_own_table():
-    first, second = chapter.parts("4", None)
+    first, second = chapter.parts("4", [])
     assert {stage.family.NAME for stage in first.stages} == {"scan"}
     assert [stage.number for stage in second.stages] == ["48"]
-    assert chapter.chapter("4", None).stages == first.stages
+    assert chapter.chapter("4", []).stages == first.stages
     sizes = dict(zip(second.stages[0].family.SIZES, second.sizes[-1], strict=True))
-    run = {**RUN, "records": [record("48_adaptive_unitary", 1, both_ms=9.0, incumbent_both_ms=18.0, sizes=sizes)]}
-    run["records"][0] |= {"peak_bytes": 1 << 20, "incumbent_peak_bytes": 1 << 30, "eager_both_ms": 27.0}
-    run["records"][0] |= {"eager_peak_bytes": 1 << 31}
-    first, second = chapter.parts("4", run)
+    own = record("48_adaptive_unitary", 1, both_ms=9.0, incumbent_both_ms=18.0, sizes=sizes)
+    own |= {"peak_bytes": 1 << 20, "incumbent_peak_bytes": 1 << 30, "eager_both_ms": 27.0}
+    own |= {"eager_peak_bytes": 1 << 31}
+    first, second = chapter.parts("4", [{**MACHINE, "records": [own]}])
     assert not first.records and second.records
     text = chapter.text(second)
     assert text.startswith("Chapter 4, ssm_adaptive_unitary, on one A Card") and "48 adaptive_unitary" in text
@@ -189,3 +199,68 @@ def test_the_plot_is_the_same_on_every_run_and_names_its_card():
     assert first.png == second.png and first.png.startswith(b"\x89PNG")
     assert first.words.startswith("Speed in percent of cuBLAS at 4096³, A Card, 2026-01-01. float32: 10 naive 1.00 %, ")
     assert first.words.endswith("; bfloat16: 13 register 150 %.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several machines
+
+
+def test_a_table_is_of_the_machine_that_fills_most_of_it():
+    few = [record("12_matmul_shared", 4096, ms=7.0), record("13_matmul_register", 4096, ms=7.0)]
+    many = [record(f"1{i}_matmul_{name}", 4096, ms=5.0) for i, name in enumerate(("naive", "coalesced"))]
+    many.append(record("14_matmul_pipelined", 4096, ms=5.0))
+    small = [record("11_matmul_coalesced", 1024) for _ in range(9)]  # no table shows them
+    for shown in (of_two(few + small, many), of_two(many, few + small)):
+        card, other = (MACHINE, OTHER) if shown.machine["card"] == "A Card" else (OTHER, MACHINE)
+        assert {r["ms"] for r in shown.records} == {5.0} and len(shown.records) == 3
+        assert [cells(shown, name)[0][1] for name in ("10 naive", "11 coalesced", "14 pipelined")] == ["5"] * 3
+        for name in ("12 shared", "13 register"):
+            assert {value for heading, value in cells(shown, name) if heading != "bytes a flop"} == {"–"}
+        text = chapter.markdown(shown)
+        assert text.startswith(f"**Chapter 1, matmul**, on one {card['card']}, driver 1.2, torch 2, 2026-01-01; ")
+        words = f"Measured on another machine, and so not in this table: 12 shared (card {other['card']}), 13 register"
+        assert f"–: not measured on this machine. {words} (card {other['card']})." in text
+        assert " ".join(words.split()) in " ".join(chapter.text(shown).split())
+        plot = chapter.plot(shown).words
+        assert f"at 4096³, {card['card']}, 2026-01-01." in plot and "14 pipelined" in plot
+        assert other["card"] not in plot and "12 shared" not in plot
+    assert of_two(few, many).machine["card"] == "Another Card" and of_two(many, few).machine["card"] == "A Card"
+
+
+def test_of_two_machines_that_fill_as_much_the_last_is_shown():
+    old = record("12_matmul_shared", 4096, ms=7.0)
+    new = record("13_matmul_register", 4096, ms=5.0, date="2026-02-02")
+    for shown in (of_two([old], [new]), of_two([new], [old])):
+        assert [r["ms"] for r in shown.records] == [5.0]
+        assert "2026-02-02; medians" in chapter.title(shown)
+
+
+def test_another_driver_is_another_machine():
+    both = [
+        {**MACHINE, "records": [record("12_matmul_shared", size) for size in (4096, 8192)]},
+        {**MACHINE, "driver": "1.3", "records": [record("13_matmul_register", 4096)]},
+    ]
+    text = chapter.markdown(chapter.chapter("1", both))
+    assert "on one A Card, driver 1.2" in text and "not in this table: 13 register (driver 1.3)." in text
+
+
+def test_each_chapter_and_each_of_its_families_has_its_own_machine():
+    recorded = [
+        {**MACHINE, "records": [record("12_matmul_shared", 4096), record("00_axpy", 1, sizes={"N": 1 << 28})]},
+        {**OTHER, "records": []},
+    ]
+    for number in ("40", "48"):
+        stage = stages.load(number)
+        sizes = stage.sizes(stage.family.BENCH["cuda"][-1])
+        where = recorded[number == "40"]
+        where["records"].append(record(stage.name, 1, sizes=sizes, options=stage.options()[0]))
+    cards = [part.machine["card"] for number in "014" for part in chapter.parts(number, recorded)]
+    assert cards == ["A Card", "A Card", "Another Card", "A Card"]
+    texts = [chapter.markdown(part) for number in "014" for part in chapter.parts(number, recorded)]
+    assert not any("another machine" in text for text in texts)
+
+
+def test_runs_of_one_machine_stand_in_one_table_with_their_dates():
+    shown = of(record("12_matmul_shared", 4096, date="2026-02-02"), record("13_matmul_register", 4096))
+    assert "torch 2, 2026-01-01 to 2026-02-02; medians." in chapter.title(shown)
+    assert "A Card, 2026-01-01 to 2026-02-02. float32" in chapter.plot(shown).words

@@ -297,8 +297,9 @@ def test_profile_leaves_what_was_measured_when_it_is_interrupted(call, monkeypat
 def test_chapter(call, monkeypatch):
     record = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 3.0}
     record |= {"incumbent_ms": 1.5, "ratio": 0.5, "percent_of_limit": 40.0, "limit": "arithmetic"}
-    run = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "records": [record]}
-    monkeypatch.setattr(chapter, "recorded", lambda: run)
+    record["date"] = "2026-01-01"
+    machine = {"card": "A Card", "driver": "1.2", "torch": "2", "records": [record]}
+    monkeypatch.setattr(chapter, "recorded", lambda: [machine])
     code, out, _ = call("chapter", "1")
     assert code == 0
     assert out.startswith("Chapter 1, matmul, on one A Card") and "12 shared" in out and "50.0" in out
@@ -306,7 +307,7 @@ def test_chapter(call, monkeypatch):
     assert call("chapter", "4")[1].startswith("Not measured yet.")
     family = stages.load("48").family
     sizes = dict(zip(family.SIZES, family.BENCH["cuda"][-1], strict=True))
-    run["records"].append({**record, "stage": "48_adaptive_unitary", "sizes": sizes})
+    machine["records"].append({**record, "stage": "48_adaptive_unitary", "sizes": sizes})
     code, out, _ = call("chapter", "4")
     assert code == 0 and out.startswith("Chapter 4, ssm_adaptive_unitary, on one A Card")
     code, _, complaint = call("chapter", "x")

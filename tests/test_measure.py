@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stages
-from stages.toolkit import bench, check_cuda, measure, nsight, resources
+from stages.toolkit import bench, check_cuda, machines, measure, nsight, resources
 from stages.toolkit.errors import NotAvailable
 
 PTXAS = """ptxas info    : 0 bytes gmem
@@ -37,7 +37,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
     monkeypatch.setattr(measure.build, "build", lambda *_: None)
     monkeypatch.setattr(measure.bench, "bench", bench)
-    monkeypatch.setattr(nsight, "machine", lambda: {"card": "A Card"})
+    monkeypatch.setattr(nsight, "machine", lambda: {"card": "A Card", "date": "2026-01-01"})
     monkeypatch.setattr(nsight, "record", record)
     kernel = {"kernel": "matmul<float>", "blocks": 9, "threads": 256, "registers": 40, "shared": 8192}
     monkeypatch.setattr(resources, "kernels", lambda *_: [dict(kernel)])
@@ -49,8 +49,8 @@ def pretended_gpu(monkeypatch):
 def test_times_are_written_though_counts_cannot_be(tmp_path, capsys):
     assert measure.main(["--out", str(tmp_path / "here"), "--stages", "00,12"]) == 1
     out, err = capsys.readouterr()
-    written = json.loads((tmp_path / "here" / "bench.json").read_text())
-    assert written["card"] == "A Card"
+    (written,) = machines.read(tmp_path / "here" / "bench.json")
+    assert written["card"] == "A Card" and {r["date"] for r in written["records"]} == {"2026-01-01"}
     assert {(r["stage"], r["dtype"]) for r in written["records"]} == {
         (stage, dtype) for stage in ("00_axpy", "12_matmul_shared") for dtype in measure.DTYPES
     }
@@ -72,7 +72,7 @@ def test_times_are_written_though_the_kernels_cannot_be_asked(tmp_path, capsys, 
     monkeypatch.setattr(resources, "kernels", fail)
     monkeypatch.setattr(resources, "spilled", not_compiled)
     assert measure.main(["--out", str(tmp_path), "--stages", "12", "--skip", "nsight"]) == 1
-    written = json.loads((tmp_path / "bench.json").read_text())
+    (written,) = machines.read(tmp_path / "bench.json")
     assert written["records"] and not any("kernels" in r for r in written["records"])
     complaints = capsys.readouterr().err.splitlines()
     assert [line for line in complaints if line.startswith("error: ")] == [  # each once
@@ -253,17 +253,49 @@ def test_without_a_gpu(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-def test_what_was_measured_before_stays_if_the_machine_is_the_same(tmp_path, capsys, monkeypatch):
-    def stages_in_file():
-        return list(dict.fromkeys(r["stage"] for r in json.loads((tmp_path / "bench.json").read_text())["records"]))
+def test_what_was_measured_before_stays_with_its_machine(tmp_path, monkeypatch):
+    def in_file():
+        found = machines.read(tmp_path / "bench.json")
+        for machine in found:
+            assert len({json.dumps(r) for r in machine["records"]}) == len(machine["records"])
+        return [(m["card"], {(r["stage"][:2], r["date"]) for r in m["records"]}) for m in found]
+
+    def times(stages):
+        assert measure.main(["--out", str(tmp_path), "--stages", stages, "--skip", "nsight"]) == 0
 
     for stage in ("12", "00", "12"):
-        assert measure.main(["--out", str(tmp_path), "--stages", stage, "--skip", "nsight"]) == 0
-    assert stages_in_file() == ["00_axpy", "12_matmul_shared"]
-    assert len({json.dumps(r) for r in json.loads((tmp_path / "bench.json").read_text())["records"]}) == len(
-        json.loads((tmp_path / "bench.json").read_text())["records"]
-    )
-    monkeypatch.setattr(nsight, "machine", lambda: {"card": "Another Card"})
-    assert measure.main(["--out", str(tmp_path), "--stages", "10", "--skip", "nsight"]) == 0
-    assert stages_in_file() == ["10_matmul_naive"]
-    assert "left out what was measured with another card" in capsys.readouterr().err
+        times(stage)
+    old = "2026-01-01"
+    assert in_file() == [("A Card", {("00", old), ("12", old)})]
+    (before,) = machines.read(tmp_path / "bench.json")
+    monkeypatch.setattr(nsight, "machine", lambda: {"card": "Another Card", "date": "2026-02-02"})
+    times("10,12")
+    assert in_file() == [("A Card", {("00", old)}), ("Another Card", {("10", "2026-02-02"), ("12", "2026-02-02")})]
+    after = machines.read(tmp_path / "bench.json")
+    assert after[0]["records"] == [r for r in before["records"] if r["stage"] == "00_axpy"]
+    assert all(r["kernels"] for machine in after for r in machine["records"])
+    monkeypatch.setattr(stages.load("12").kernels, "capability", "9.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A Third Card")
+    monkeypatch.setattr(nsight, "machine", lambda: {"card": "A Third Card", "date": "2026-03-03"})
+    times("10,12")  # one of which that card does not run
+    assert in_file() == [
+        ("A Card", {("00", old)}),
+        ("Another Card", {("12", "2026-02-02")}),
+        ("A Third Card", {("10", "2026-03-03")}),
+    ]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_counts_that_were_compared_before_stay_with_their_machine(tmp_path, monkeypatch):
+    def record(card, stages):
+        counted = {"size": [1], "dtype": "float32", "count": "load_sectors", "hardware": 1, "xray": 1, "reason": ""}
+        rows = [{"stage": stage, **counted, "metric": nsight.METRICS["load_sectors"]} for stage in stages]
+        return {"card": card, "date": "2026-01-01", "rows": rows}
+
+    monkeypatch.setattr(nsight, "table", lambda rows: "")
+    for card, chosen in (("A Card", "00,10,12"), ("Another Card", "10,11")):
+        monkeypatch.setattr(nsight, "record", partial(record, card))
+        assert measure.main(["--out", str(tmp_path), "--stages", chosen, "--skip", "bench"]) == 0
+    found = [(m["card"], [r["stage"][:2] for r in m["rows"]]) for m in nsight.read(tmp_path / "nsight.json")]
+    assert found == [("A Card", ["00", "12"]), ("Another Card", ["10", "11"])]

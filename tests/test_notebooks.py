@@ -798,11 +798,12 @@ def test_what_cannot_be_shown_is_told():
 def test_the_chapter_in_a_notebook(capsys, monkeypatch):
     record = {"stage": "12_matmul_shared", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "dtype": "float32", "ms": 3.0}
     record |= {"incumbent_ms": 1.5, "ratio": 0.5, "percent_of_limit": 40.0, "limit": "arithmetic"}
-    run = {"card": "A Card", "driver": "1.2", "torch": "2", "date": "2026-01-01", "records": [record]}
-    monkeypatch.setattr(chapter, "recorded", lambda: run)
+    record["date"] = "2026-01-01"
+    machine = {"card": "A Card", "driver": "1.2", "torch": "2", "records": [record]}
+    monkeypatch.setattr(chapter, "recorded", lambda: [machine])
     plot = lab.chapter("1")
     assert "12 shared" in capsys.readouterr().out and "12 shared 50.0 %" in plot.words
-    monkeypatch.setattr(chapter, "recorded", lambda: None)
+    monkeypatch.setattr(chapter, "recorded", list)
     assert lab.chapter("1") is None
     assert "Not measured yet" in capsys.readouterr().out
 
@@ -810,14 +811,22 @@ def test_the_chapter_in_a_notebook(capsys, monkeypatch):
 def test_the_comparison_with_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PACKAGE", tmp_path)
     assert "Not measured yet" in picture.nsight().markdown
-    row = {"stage": "12_matmul_shared", "size": [64, 32, 96], "dtype": "float32"}
+    row = {"stage": "12_matmul_shared", "size": [64, 32, 96], "dtype": "float32", "date": "2026-01-01"}
     rows = [
         row | {"count": "load_sectors", "hardware": 1536, "xray": 1536, "reason": ""},
         row | {"count": "shared_load_wavefronts", "hardware": 7000, "xray": 8000, "reason": "wider reads"},
     ]
-    nsight.write(tmp_path / "measured" / "nsight.json", {"card": "NVIDIA H100", "rows": rows})
+    machine = {"card": "NVIDIA H100", "rows": rows}
+    nsight.write(tmp_path / "measured" / "nsight.json", [machine])
     text = picture.nsight().markdown
     assert "NVIDIA H100: 1 of 2 counts are equal" in text
     assert "| stage 12, 64 x 32 x 96 |  | 1,536 |  |  | **7,000** (8,000) |  |" in text
     assert "1 differ, wider reads" in text
     assert picture.nsight("12").markdown == text and "Not measured yet" in picture.nsight("11").markdown
+    other = {"card": "Another Card", "rows": [{**rows[0], "stage": "11_matmul_coalesced"}]}
+    nsight.write(tmp_path / "measured" / "nsight.json", [machine, other])
+    first, second = picture.nsight("12").markdown.split("Nsight Compute on one ")[1:]
+    assert f"Nsight Compute on one {first.strip()}" == text.strip() and "| stage 11" not in first
+    assert second.startswith("Another Card: 1 of 1 counts are equal") and "| stage 12" not in second
+    assert "| stage 11, 64 x 32 x 96 |  | 1,536 |" in second
+    assert picture.nsight("11").markdown.count("Nsight Compute on one") == 1

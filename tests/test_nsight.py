@@ -190,7 +190,7 @@ def test_the_whole_command(fake_ncu, cases, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
     monkeypatch.setattr(nsight.build, "build", lambda *_: None)
-    monkeypatch.setattr(nsight, "machine", lambda ncu: {"card": "A Card"})
+    monkeypatch.setattr(nsight, "machine", lambda ncu: {"card": "A Card", "date": "2026-01-01"})
     fake_ncu.write_text(answer(cases[0].counts))
     line = [
         "--stages",
@@ -204,10 +204,10 @@ def test_the_whole_command(fake_ncu, cases, monkeypatch, capsys, tmp_path):
     ]
     assert nsight.main(line) == 0
     assert "all requests and sectors equal" in capsys.readouterr().out
-    written = nsight.read(tmp_path / "a" / "nsight.json")
+    (written,) = nsight.read(tmp_path / "a" / "nsight.json")
     again = tmp_path / "again.json"
-    nsight.write(again, written)
-    assert nsight.read(again) == written
+    nsight.write(again, [written])
+    assert nsight.read(again) == [written]
     assert written["card"] == "A Card"
     assert {row["count"]: row["hardware"] for row in written["rows"]} == dict(cases[0].counts)
 

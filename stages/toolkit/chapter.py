@@ -1,22 +1,23 @@
 """A chapter in one table and one plot: how near each stage comes to the library and to the card, and what it takes.
 
 A chapter is the stages whose numbers begin alike; those of another family than most have a table of their own. Times,
-registers and shared memory are those of one run of `python -m stages.toolkit.measure`, recorded in
-stages/measured/bench.json; the bytes are the closed forms, which the tests hold against the x-ray. What has not been
-measured is a dash.
+registers and shared memory are those of `python -m stages.toolkit.measure`, recorded in stages/measured/bench.json; the
+bytes are the closed forms, which the tests hold against the x-ray. What has not been measured is a dash.
+
+A table is of one machine, which it names: of those that are recorded the one that fills most of it, and of several such
+the one that did so last. A stage that was measured on another machine has dashes there, and the text below says so.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stages.toolkit import build, render
+from stages.toolkit import build, machines, render
 from stages.toolkit.errors import NotAvailable, StageNotFound
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import Stage, load, names
@@ -51,18 +52,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter's stages of one family: what stands in their table, from the record of a run (none: no measurement)."""
+    """A chapter's stages of one family: what stands in their table, all of it measured on one machine."""
 
     number: str
     stages: Sequence[Stage]
-    run: Mapping[str, Any]
+    machine: Mapping[str, Any]  # empty where no machine is recorded
     sizes: Sequence[tuple[int, ...]]  # the largest two that the family measures
     rows: Sequence[Row]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # the stages of other machines, and what these are
 
     @property
     def records(self) -> list[Mapping[str, Any]]:
         """The records that the table shows."""
         return [record for row in self.rows for record in row.records if record]
+
+    @property
+    def dates(self) -> list[str]:
+        """When the records were taken, the last day at the end."""
+        return sorted({record["date"] for record in self.records})
+
+    @property
+    def date(self) -> str:
+        """The day, or the first and the last: "2026-01-01 to 2026-01-09"."""
+        return " to ".join(dict.fromkeys((self.dates[0], self.dates[-1])))
 
     @property
     def library(self) -> str:
@@ -75,13 +87,12 @@ def numbers() -> list[str]:
     return sorted({name[0] for name in names()})
 
 
-def recorded() -> dict[str, Any] | None:
-    """The run that is recorded in stages/measured, or None."""
-    path = build.PACKAGE / "measured" / "bench.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def recorded() -> list[dict[str, Any]]:
+    """The machines that are recorded in stages/measured; `machines` says what there is of each."""
+    return machines.read(build.PACKAGE / "measured" / "bench.json")
 
 
-def parts(number: str, run: Mapping[str, Any] | None) -> list[Chapter]:
+def parts(number: str, recorded: Sequence[Mapping[str, Any]]) -> list[Chapter]:
     """The chapter of that number, family by family: what is compared solves the same problems.
 
     Raises:
@@ -91,24 +102,38 @@ def parts(number: str, run: Mapping[str, Any] | None) -> list[Chapter]:
     if not stages:
         raise StageNotFound(f"no chapter is called {number!r}; there are: {', '.join(numbers())}")
     families = dict.fromkeys(stage.family for stage in stages)
-    return [_part(number, [stage for stage in stages if stage.family is family], run) for family in families]
+    return [_part(number, [stage for stage in stages if stage.family is family], recorded) for family in families]
 
 
-def chapter(number: str, run: Mapping[str, Any] | None) -> Chapter:
+def chapter(number: str, recorded: Sequence[Mapping[str, Any]]) -> Chapter:
     """Of its parts the first."""
-    return parts(number, run)[0]
+    return parts(number, recorded)[0]
 
 
-def _part(number: str, stages: Sequence[Stage], run: Mapping[str, Any] | None) -> Chapter:
-    run = run or {"records": []}
+def _part(number: str, stages: Sequence[Stage], recorded: Sequence[Mapping[str, Any]]) -> Chapter:
+    """On the machine that has most of it."""
+    each = [_on(machine, number, stages) for machine in recorded or [{"records": []}]]
+    most = max(each, key=lambda part: (len(part.records), part.dates[-1:]))
+    elsewhere = {
+        short_name(row.stage): machines.different(part.machine, most.machine, "records")
+        for part in each
+        for row in part.rows
+        if part is not most and any(row.records)
+    }
+    return replace(most, elsewhere=elsewhere)
+
+
+def _on(machine: Mapping[str, Any], number: str, stages: Sequence[Stage]) -> Chapter:
+    """As one machine has it."""
+    records = machine["records"]
     sizes = stages[0].family.BENCH["cuda"][-2:]
-    dtypes = dict.fromkeys(r["dtype"] for r in run["records"]) or {"float32": None}
+    dtypes = dict.fromkeys(r["dtype"] for r in records) or {"float32": None}
     rows = []
     for stage in stages:
         for dtype in dtypes:
             if getattr(torch, dtype) in stage.dtypes:
-                rows.append(_row(stage, dtype, sizes, run["records"]))
-    return Chapter(number, stages, run, sizes, rows)
+                rows.append(_row(stage, dtype, sizes, records))
+    return Chapter(number, stages, machine, sizes, rows)
 
 
 def _row(stage: Stage, dtype: str, sizes: Sequence[tuple[int, ...]], records: Sequence[Mapping[str, Any]]) -> Row:
@@ -246,10 +271,10 @@ def _each(values: Iterable[str]) -> str:
 
 def title(chapter: Chapter) -> str:
     """What was measured, and on what."""
-    run = chapter.run
+    machine = chapter.machine
     return (
-        f"**Chapter {chapter.number}, {chapter.stages[0].family.NAME}**, on one {run['card']}, driver {run['driver']}, "
-        f"torch {run['torch']}, {run['date']}; medians."
+        f"**Chapter {chapter.number}, {chapter.stages[0].family.NAME}**, on one {machine['card']}, "
+        f"driver {machine['driver']}, torch {machine['torch']}, {chapter.date}; medians."
     )
 
 
@@ -272,7 +297,10 @@ def legend(chapter: Chapter) -> str:
         if spilled := sum(kernel.get("spilled") or 0 for kernel in row.kernels):
             parts.append(f"{short_name(row.stage)} spills {spilled:,} bytes in {row.dtype}.")
     if any(MISSING in line for line in cells(chapter)):
-        parts.append(f"{MISSING}: not measured.")
+        parts.append(f"{MISSING}: not measured{' on this machine' if chapter.elsewhere else ''}.")
+    if chapter.elsewhere:
+        others = ", ".join(f"{name} ({machine})" for name, machine in chapter.elsewhere.items())
+        parts.append(f"Measured on another machine, and so not in this table: {others}.")
     return " ".join(parts)
 
 
@@ -335,7 +363,7 @@ def plot(chapter: Chapter) -> Picture | None:
     axes.grid(axis="y", color=picture.FAINT, alpha=0.3, lw=0.8)
     axes.spines[:].set_visible(False)
     what = f"Speed in percent of {chapter.library} at {size_name(chapter.sizes[0])}"
-    where = f"{chapter.run['card']}, {chapter.run['date']}"
+    where = f"{chapter.machine['card']}, {chapter.date}"
     axes.set_title(f"{what}, on one {where}", fontsize=10, color=picture.INK)
     axes.legend(frameon=False, labelcolor=picture.INK, fontsize=9, loc="lower right")
     words = "; ".join(

@@ -4,9 +4,9 @@
 
 builds all stages, times each beside what a user would call instead, asks what its kernels take of the card (both in
 bench.json), and compares the x-ray's counts with Nsight Compute's (nsight.json). With --stages the files keep what they
-have of other stages, if that is from the same card and the same versions. The tables stand at the end of what it
-prints. The exit code is 1 if a global count differs or if the profiler, the compiler or Nsight Compute gives no answer;
-the times are written all the same.
+have of other stages, each on the machine that it was measured on; `machines` has the form of the files. The tables
+stand at the end of what it prints. The exit code is 1 if a global count differs or if the profiler, the compiler or
+Nsight Compute gives no answer; the times are written all the same.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import bench, build, chapter, nsight, render, resources
+from stages.toolkit import bench, build, chapter, machines, nsight, render, resources
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.stage import find, load, names
 
@@ -100,23 +100,6 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
     return render.table(header, rows, "<<<>>>>>><")
 
 
-def kept(path: Path, machine: Mapping[str, str], part: str, stages: Iterable[str]) -> list[dict[str, Any]]:
-    """What a file has of other stages, measured on such a machine; the text on stderr says if it cannot stay."""
-    if not path.exists():
-        return []
-    old = nsight.read(path) if part == "rows" else json.loads(path.read_text())
-    rest = [row for row in old[part] if row["stage"] not in set(stages)]
-    differ = [key for key in ("card", "driver", "cuda", "torch", "nvcc") if old.get(key) != machine.get(key)]
-    if rest and differ:
-        print(f"{path}: left out what was measured with another {', '.join(differ)}", file=sys.stderr)
-        return []
-    return rest
-
-
-def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: row["stage"])
-
-
 def write(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -137,18 +120,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build.build(chosen, ("simt", "xray", "cuda"))
         if options.skip != "bench":
             records = times(chosen, options.dtypes.split(","))
-            machine, path = nsight.machine(), options.out / "bench.json"
-            rest = kept(path, machine, "records", chosen)
-            write(path, {**machine, "records": in_order(rest + records)})
+            run, path = {**nsight.machine(), "records": records}, options.out / "bench.json"
+            before = machines.read(path)
+            write(path, machines.joined(before, run, "records"))
             failed += add_kernels(records)
-            write(path, {**machine, "records": in_order(rest + records)})
+            write(path, machines.joined(before, run, "records"))
             tables.append(f"Medians on {torch.cuda.get_device_name()}\n" + table(records))
         if options.skip != "nsight":
             try:
                 record = nsight.record(chosen)
-                path = options.out / "nsight.json"
-                rest = kept(path, record, "rows", chosen)
-                nsight.write(path, record | {"rows": in_order(rest + record["rows"])})
+                nsight.add(options.out / "nsight.json", record)
                 tables.append(nsight.table(record["rows"]))
                 failed += nsight.failures(record["rows"])
             except (NotAvailable, KernelFault) as error:

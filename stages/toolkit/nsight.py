@@ -6,7 +6,8 @@ needs a GPU, nvcc and `ncu`, which may want root to read the counters. Each stag
 device and its own problems, odd ones among them, once on CUDA tensors under `ncu` and once under the x-ray. Requests
 and sectors of global memory have to be equal: the exit code is 1 if one is not. Where blocks wait for others, and look
 again and again, there are more on a GPU, and not as many in every run. Wavefronts of shared memory are equal wherever
-the kernel itself says how wide an access is; where nvcc made it wider, the table says so.
+the kernel itself says how wide an access is; where nvcc made it wider, the table says so. The file keeps what it has of
+other stages, each on the machine that it was compared on.
 """
 
 import argparse
@@ -27,13 +28,14 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import build, render, triton_kernels
+from stages.toolkit import build, machines, render, triton_kernels
 from stages.toolkit.compilers import capture
 from stages.toolkit.errors import KernelFault, NotAvailable, StageNotFound
 from stages.toolkit.report import METRICS, Launch
 from stages.toolkit.stage import Stage, find, load, names
 
 DTYPES = ("float32", "float64", "bfloat16")
+PROBLEM = ("stage", "size", "dtype", "date")  # what the rows of a call have in common
 EXACT = ("load_requests", "load_sectors", "store_requests", "store_sectors")  # must be equal
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
 TIMEOUT = 600  # seconds, for one stage
@@ -283,34 +285,46 @@ def failures(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record as `record` gives it, from a file of `write`."""
-    packed = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
-    for case in packed.pop("cases"):
-        problem = {key: case[key] for key in ("stage", "size", "dtype")}
-        for name, counted in case["hardware"].items():
-            xray, reason = case["different"].get(name, (counted, ""))
-            both = {"hardware": counted, "xray": xray, "reason": reason}
-            rows.append({**problem, "count": name, "metric": METRICS[name], **both})
-    return packed | {"rows": rows}
+def read(path: Path) -> list[dict[str, Any]]:
+    """The machines in a file of `write`, each with its "rows"; none if there is no file."""
+    found = []
+    for packed in machines.read(path):
+        rows = []
+        for case in packed.pop("cases"):
+            problem = {key: case[key] for key in PROBLEM}
+            for name, counted in case["hardware"].items():
+                xray, reason = case["different"].get(name, (counted, ""))
+                both = {"hardware": counted, "xray": xray, "reason": reason}
+                rows.append({**problem, "count": name, "metric": METRICS[name], **both})
+        found.append(packed | {"rows": rows})
+    return found
 
 
-def write(path: Path, record: Mapping[str, Any]) -> None:
-    """A line for each call: what the GPU counted, and where the x-ray counts differently, its count and why."""
-    cases: dict[tuple, dict[str, Any]] = {}
-    for r in record["rows"]:
-        case = cases.setdefault(
-            (r["stage"], tuple(r["size"]), r["dtype"]),
-            {key: r[key] for key in ("stage", "size", "dtype")} | {"hardware": {}, "different": {}},
-        )
+def write(path: Path, recorded: Iterable[Mapping[str, Any]]) -> None:
+    """The machines, and in place of the rows of each its "cases", a line for each call.
+
+    A case is what the GPU counted, and where the x-ray counts differently, its count and why.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(map(_packed, recorded)) + "\n]\n", encoding="utf-8")
+
+
+def _packed(machine: Mapping[str, Any]) -> str:
+    cases: dict[str, dict[str, Any]] = {}
+    for r in machine["rows"]:
+        problem = {key: r[key] for key in PROBLEM}
+        case = cases.setdefault(json.dumps(problem), problem | {"hardware": {}, "different": {}})
         case["hardware"][r["count"]] = r["hardware"]
         if r["xray"] != r["hardware"]:
             case["different"][r["count"]] = [r["xray"], r["reason"]]
-    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in record.items() if key != "rows")
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in machine.items() if key != "rows")
     lines = ",\n".join(f"  {json.dumps(case)}" for case in cases.values())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{\n{head} "cases": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    return f'{{\n{head} "cases": [\n{lines}\n ]\n}}'
+
+
+def add(path: Path, record: Mapping[str, Any]) -> None:
+    """Put what `record` gives into a file, in place of what that has of the same stages."""
+    write(path, machines.joined(read(path), record, "rows"))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -415,7 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.json:
-        write(options.json, result)
+        add(options.json, result)
     print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows") + "\n")
     print(table(result["rows"]))
     wrong = failures(result["rows"])

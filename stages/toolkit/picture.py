@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -165,13 +166,19 @@ def nsight(last: str = "99", dtype: str = "float32") -> Shown:
     """What Nsight Compute counted on a GPU and what the x-ray counted, as recorded in stages/measured/nsight.json.
 
     Of the stages up to the last that is named. The table has the problems of one dtype; a second number in a cell is
-    the x-ray's where it is another one. The sentences around it are about all dtypes that were recorded.
+    the x-ray's where it is another one. The sentences around it are about all dtypes that were recorded. Each machine
+    has a table of its own, with the stages that were compared there.
     """
-    path = build.PACKAGE / "measured" / "nsight.json"
-    record = comparison.read(path) if path.exists() else {}
-    found = [row for row in record.get("rows", ()) if row["stage"][:2] <= last]
-    if not found:
+    shown = []
+    for machine in comparison.read(build.PACKAGE / "measured" / "nsight.json"):
+        if found := [row for row in machine["rows"] if row["stage"][:2] <= last]:
+            shown.append(_compared(machine["card"], found, dtype))
+    if not shown:
         return say("**Not measured yet.** No comparison with a GPU has been recorded.")
+    return Shown("\n\n".join(part.markdown for part in shown), "\n\n".join(part.plain for part in shown))
+
+
+def _compared(card: str, found: Sequence[Mapping[str, Any]], dtype: str) -> Shown:
     names = {metric: name.replace("_", " ") for name, metric in METRICS.items()}
     columns = [name for name in names.values() if "conflicts" not in name]
     lines: dict[str, dict[str, str]] = {}
@@ -188,7 +195,7 @@ def nsight(last: str = "99", dtype: str = "float32") -> Shown:
     rows = [(problem, *(line[name] for name in columns)) for problem, line in lines.items()]
     body = table((dtype, *columns), rows)
     total, equal = len(found), len(found) - sum(reasons.values())
-    head = f"Nsight Compute on one {record['card']}: {equal:,} of {total:,} counts are equal to the x-ray's."
+    head = f"Nsight Compute on one {card}: {equal:,} of {total:,} counts are equal to the x-ray's."
     tail = "".join(f"\n- {count:,} differ, {reason}" for reason, count in reasons.items())
     return Shown(f"{head}\n\n{body.markdown}\n{tail}", f"{head}\n{body.plain}\n{tail}".rstrip())
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stages.toolkit import accuracy, build, chapter, lab, nsight
+from stages.toolkit import accuracy, build, chapter, lab, machines, nsight
 from stages.toolkit.errors import NotAvailable
 from stages.toolkit.report import SECTOR
 from stages.toolkit.stage import load, names
@@ -86,16 +86,21 @@ def size_of(count: float) -> str:
 
 
 def figures() -> str:
-    """What was measured on a GPU, chapter by chapter, and how the counts compare with the hardware's."""
-    run = measured("bench")
-    if run is None:
-        return f"{chapter.NOT_MEASURED}\n\n{comparison()}"
-    chapters = [part for number in chapter.numbers() for part in chapter.parts(number, run)]
+    """What was measured on a GPU, chapter by chapter, and how the counts compare with the hardware's.
+
+    Each table, sentence and plot is of one machine, and names it.
+    """
+    chapters = all_chapters()
     parts = [chapter.markdown(c) + plot(c) for c in chapters if c.records and len(c.stages) > 1]
     parts += [one_stage(c) for c in chapters if c.records and len(c.stages) == 1]
     if missing := [n for n in chapter.numbers() if not any(c.records for c in chapters if c.number == n)]:
         parts.append(f"Chapter {', '.join(missing)}: {chapter.NOT_MEASURED}")
     return "\n\n".join([*parts, comparison()])
+
+
+def all_chapters() -> list[chapter.Chapter]:
+    recorded = machines.read(MEASURED / "bench.json")
+    return [part for number in chapter.numbers() for part in chapter.parts(number, recorded)]
 
 
 def plot(c: chapter.Chapter) -> str:
@@ -105,9 +110,7 @@ def plot(c: chapter.Chapter) -> str:
 
 def plots() -> dict[str, Any]:
     """The plots that `figures` shows, by their files."""
-    run = measured("bench")
-    chapters = [part for number in chapter.numbers() for part in chapter.parts(number, run)]
-    drawn = {PLOT.format(c.number): chapter.plot(c) for c in chapters if len(c.stages) > 1}
+    drawn = {PLOT.format(c.number): chapter.plot(c) for c in all_chapters() if len(c.stages) > 1}
     return {path: shown for path, shown in drawn.items() if shown}
 
 
@@ -115,7 +118,7 @@ def one_stage(c: chapter.Chapter) -> str:
     """A family that is one stage in its chapter, as a sentence: its largest problem."""
     parts = [_beside(row.dtype, row.records[-1]) for row in c.rows if row.records[-1]]
     what = f"{c.stages[0].name} at {times_sign(c.sizes[-1])} beside `{c.stages[0].family.INCUMBENT}`"
-    return f"{what}, on one {c.run['card']}, {c.run['date']}: {'; '.join(parts)}."
+    return f"{what}, on one {c.machine['card']}, {c.date}: {'; '.join(parts)}."
 
 
 def _beside(dtype: str, r: Mapping[str, Any]) -> str:
@@ -127,18 +130,24 @@ def _beside(dtype: str, r: Mapping[str, Any]) -> str:
 
 
 def comparison() -> str:
-    path = MEASURED / "nsight.json"
-    if not path.exists():
+    """How the x-ray's counts compare with a GPU's, machine by machine; of several with the stages of each."""
+    found = nsight.read(MEASURED / "nsight.json")
+    if not found:
         return "**Not compared yet.** The x-ray's counts have not been set beside Nsight Compute's for this version."
-    record = nsight.read(path)
-    rows = record["rows"]
+    return "\n\n".join(_compared(machine, len(found) > 1) for machine in found)
+
+
+def _compared(machine: Mapping[str, Any], several: bool) -> str:
+    rows = machine["rows"]
     equal = [r for r in rows if r["hardware"] == r["xray"]]
     memory = [r for r in rows if not r["count"].startswith("shared")]
     same = sum(r["hardware"] == r["xray"] for r in memory)
     share = "all" if same == len(memory) else f"{same:,} of"
+    numbers = dict.fromkeys(r["stage"].partition("_")[0] for r in rows)
+    stages = f", stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if several else ""
     text = (
-        f"The x-ray's counts beside those of Nsight Compute {record['ncu']} on one {record['card']}: {len(equal):,} of "
-        f"{len(rows):,} are equal, {share} {len(memory):,} requests and sectors of global "
+        f"The x-ray's counts beside those of Nsight Compute {machine['ncu']} on one {machine['card']}{stages}: "
+        f"{len(equal):,} of {len(rows):,} are equal, {share} {len(memory):,} requests and sectors of global "
         "memory among them."
     )
     reasons = [r["reason"] or "not explained yet" for r in rows if r["hardware"] != r["xray"]]
