@@ -286,35 +286,13 @@ __device__ __forceinline__ void with_type(DType dtype, Body&& body) {
   body.template operator()<N>();
 }
 
-// COUNT neighbours in shared memory, by as few loads as there can be.
-template <int COUNT, typename From, typename T>
-__device__ __forceinline__ void load_row(T (&values)[COUNT], const From* from) {
-  constexpr int WIDE = COUNT * int(sizeof(From)) < 16 ? COUNT : 16 / int(sizeof(From));
-  UNROLL
-  for (int k = 0; k < COUNT; k += WIDE) {
-    const auto group = load_vector<WIDE>(from + k);
-    UNROLL
-    for (int i = 0; i < WIDE; ++i) values[k + i] = T(group[i]);
-  }
-}
+// A row of complex numbers is one of twice as many real ones.
 template <int COUNT, typename T>
 __device__ __forceinline__ void load_row(Complex<T> (&values)[COUNT], const Complex<T>* from) {
   T parts[2 * COUNT];
   load_row(parts, reinterpret_cast<const T*>(from));
   UNROLL
   for (int k = 0; k < COUNT; ++k) values[k] = Complex<T>(parts[2 * k], parts[2 * k + 1]);
-}
-
-template <int COUNT, typename To, typename T>
-__device__ __forceinline__ void store_row(To* to, const T (&values)[COUNT]) {
-  constexpr int WIDE = COUNT * int(sizeof(To)) < 16 ? COUNT : 16 / int(sizeof(To));
-  UNROLL
-  for (int k = 0; k < COUNT; k += WIDE) {
-    Vector<To, WIDE> group;
-    UNROLL
-    for (int i = 0; i < WIDE; ++i) group[i] = To(values[k + i]);
-    store_vector(to + k, group);
-  }
 }
 
 // FOUR of a tensor's numbers that were copied.

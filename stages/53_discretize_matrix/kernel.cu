@@ -87,28 +87,6 @@ struct Group {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void load_four(T (&numbers)[FOUR], const T* from) {
-  constexpr int WIDE = 16 / int(sizeof(T));
-  UNROLL
-  for (int k = 0; k < FOUR; k += WIDE) {
-    const auto group = load_vector<WIDE>(from + k);
-    UNROLL
-    for (int i = 0; i < WIDE; ++i) numbers[k + i] = group[i];
-  }
-}
-template <typename T>
-__device__ __forceinline__ void store_four(T* to, const T (&numbers)[FOUR]) {
-  constexpr int WIDE = 16 / int(sizeof(T));
-  UNROLL
-  for (int k = 0; k < FOUR; k += WIDE) {
-    Vector<T, WIDE> group;
-    UNROLL
-    for (int i = 0; i < WIDE; ++i) group[i] = numbers[k + i];
-    store_vector(to + k, group);
-  }
-}
-
 // sum += x y, of FOUR rows from `row` on and a column.
 template <typename T>
 __device__ __forceinline__ void add_product(T (&sum)[FOUR], const Matrix<T>& x, const Matrix<T>& y, int row,
@@ -116,11 +94,11 @@ __device__ __forceinline__ void add_product(T (&sum)[FOUR], const Matrix<T>& x, 
 #pragma unroll 2
   for (int k = 0; k < x.columns; k += FOUR) {
     T factor[FOUR];
-    load_four(factor, y.four(k, column));
+    load_row(factor, y.four(k, column));
     UNROLL
     for (int i = 0; i < FOUR; ++i) {
       T part[FOUR];
-      load_four(part, x.four(row, k + i));
+      load_row(part, x.four(row, k + i));
       UNROLL
       for (int r = 0; r < FOUR; ++r) sum[r] += part[r] * factor[i];
     }
@@ -129,7 +107,7 @@ __device__ __forceinline__ void add_product(T (&sum)[FOUR], const Matrix<T>& x, 
 template <typename T>
 __device__ __forceinline__ void add(T (&sum)[FOUR], const Matrix<T>& x, int row, int column, T factor) {
   T part[FOUR];
-  load_four(part, x.four(row, column));
+  load_row(part, x.four(row, column));
   UNROLL
   for (int r = 0; r < FOUR; ++r) sum[r] += factor * part[r];
 }
@@ -150,7 +128,7 @@ __device__ __forceinline__ void make(const Group& group, const Matrix<T>& to, bo
   while (column < to.columns) {
     T sum[FOUR] = {};
     body(sum, row * FOUR, column);
-    if (needed) store_four(&to(row * FOUR, column), sum);
+    if (needed) store_row(&to(row * FOUR, column), sum);
     row += more_rows, column += more_columns;
     if (row >= fours) row -= fours, ++column;
   }
@@ -198,7 +176,7 @@ struct Store {
   __device__ Store(const Plan& plan, T* shared) : next(shared + threadIdx.x / unsigned(plan.lanes) * plan.numbers) {
     const T zeros[FOUR] = {};
     for (int i = threadIdx.x % unsigned(plan.lanes) * FOUR; i < plan.numbers; i += plan.lanes * FOUR) {
-      store_four(next + i, zeros);
+      store_row(next + i, zeros);
     }
     __syncwarp();
   }
@@ -230,7 +208,7 @@ __device__ __forceinline__ void solve(const Group& group, const T* rows, T* line
   UNROLL
   for (int k = 0; k < WIDTH; k += FOUR) {
     T four[FOUR] = {};
-    if (row < n) load_four(four, rows + row * ROW_PITCH<WIDTH> + k);
+    if (row < n) load_row(four, rows + row * ROW_PITCH<WIDTH> + k);
     UNROLL
     for (int i = 0; i < FOUR; ++i) own[k + i] = four[i];
   }
@@ -253,7 +231,7 @@ __device__ __forceinline__ void solve(const Group& group, const T* rows, T* line
         T four[FOUR];
         UNROLL
         for (int i = 0; i < FOUR; ++i) four[i] = own[k + i];
-        store_four(line + k, four);
+        store_row(line + k, four);
       }
     }
     __syncwarp();
@@ -261,7 +239,7 @@ __device__ __forceinline__ void solve(const Group& group, const T* rows, T* line
     UNROLL
     for (int k = 0; k < WIDTH; k += FOUR) {
       T four[FOUR];
-      load_four(four, line + k);
+      load_row(four, line + k);
       UNROLL
       for (int i = k == 0 ? 1 : 0; i < FOUR; ++i) own[k + i - 1] = own[k + i] - factor * four[i];
     }

@@ -61,18 +61,6 @@ struct Shape {
   static constexpr int LINE = OUTPUTS + 8;              // from row to row of sums, so that they are in other banks
 };
 
-// FOUR neighbours in shared memory.
-template <typename Sum>
-__device__ __forceinline__ void load_four(Sum (&numbers)[FOUR], const Sum* from) {
-  constexpr int WIDE = 16 / int(sizeof(Sum));
-  UNROLL
-  for (int k = 0; k < FOUR; k += WIDE) {
-    const auto group = load_vector<WIDE>(from + k);
-    UNROLL
-    for (int i = 0; i < WIDE; ++i) numbers[k + i] = group[i];
-  }
-}
-
 // ---- meetings -------------------------------------------------------------------------------------------------------
 // Goes on when the blocks first .. first + count - 1 have come here for the `number`-th time, 1, 2, ... What they have
 // written before is there then.
@@ -138,7 +126,7 @@ struct Weights {
         UNROLL
         for (int r = 0; r < FOUR; ++r) {
           Sum numbers[FOUR];
-          load_four(numbers, x + (row + r) * pitch + k + piece() * FOUR);
+          load_row(numbers, x + (row + r) * pitch + k + piece() * FOUR);
           UNROLL
           for (int o = 0; o < EACH; ++o) {
             UNROLL
@@ -295,7 +283,7 @@ struct Product {
     UNROLL
     for (int w = 0; w < WARPS; ++w) {
       Sum part[FOUR];
-      load_four(part, sums_of(chunk, w) + row * Shape::LINE + output);
+      load_row(part, sums_of(chunk, w) + row * Shape::LINE + output);
       UNROLL
       for (int i = 0; i < FOUR; ++i) sums[i] += part[i];
     }
