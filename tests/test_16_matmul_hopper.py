@@ -35,6 +35,14 @@ VIEWS = {
     "rows of a batch": lambda x: torch.stack([torch.full_like(x, torch.nan), x], 1)[:, 1],
 }
 
+# By Nsight Compute on an H200, at M, N, K: sm__sass_inst_executed_op_tma_ld and _st,
+# sm__inst_executed_pipe_tensor_op_gmma, l1tex__m_xbar2l1tex_read_sectors_mem_global_op_tma_ld_dest_self and _multicast,
+# and l1tex__m_l1tex2xbar_write_sectors_mem_global_op_tma_st.
+COUNTED_ON_A_CARD = {
+    (256, 256, 128): (12, 16, 128, 2048, 4096, 4096),
+    (512, 512, 256): (96, 64, 1024, 16384, 32768, 16384),
+}
+
 # What may be left out or done wrong: the text, another in its place, and what the CPU device or the x-ray says of it.
 BROKEN = {
     "the barriers' fence": ("    fence_async();\n  }\n", "  }\n", "missing fence"),
@@ -100,6 +108,15 @@ class TestMatmulHopper(MatmulCases):
                 self.function(x, y)
             assert {site.name for site in report.sites if site.space == "global"} == {"a", "b", "c"}
             assert report.counts().bulk_load_sectors == (128 + 256) * 64 * 2 // 32
+
+    @pytest.mark.parametrize("sizes", COUNTED_ON_A_CARD, ids=str)
+    def test_counts_are_those_of_a_card(self, sizes):
+        counts = self.stage.xray(*self.arguments(sizes, dtype=torch.bfloat16)).counts()
+        loads, stores, products, self_sectors, multicast_sectors, store_sectors = COUNTED_ON_A_CARD[sizes]
+        assert (counts.bulk_load_requests, counts.bulk_store_requests) == (loads, stores)
+        assert (counts.products, counts.bulk_store_sectors) == (products, store_sectors)
+        # What is brought to both blocks of a cluster is counted at each by the card, once for both by the x-ray.
+        assert counts.bulk_load_sectors == self_sectors + multicast_sectors // 2
 
     def test_expanded_inputs(self):
         a, b = self.arguments(self.odd)

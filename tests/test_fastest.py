@@ -146,6 +146,30 @@ def test_the_rule_of_the_matmul(monkeypatch):
     assert [of(dtype) for dtype in FLOATING] == ["14"] * 4
 
 
+def test_the_rule_of_the_matmul_on_a_hopper(monkeypatch):
+    class Card:
+        major, minor = 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    assert matmul.is_hopper(torch.device("cuda", 0)) and not matmul.is_hopper(torch.device("cpu"))
+    Card.major = 10
+    assert not matmul.is_hopper(torch.device("cuda", 0))
+    monkeypatch.setattr(matmul, "is_hopper", lambda device: True)
+
+    def of(a, b):
+        return stages.matmul.choose(a, b).stage[:2]
+
+    for dtype in HALF:
+        a, b = torch.ones(5, 24, dtype=dtype), torch.ones(24, 16, dtype=dtype)
+        assert of(a, b) == of(a, b.mT.contiguous().mT) == of(b.mT, a.new_ones(24, 8)) == "16"
+        odd = [(a, b[:, 1:]), (a[:, 8:], b[8:, :9]), (a[:, ::2], b[::2]), (a[:, 4:20], b[:16]), (a[:, :20], b[:20])]
+        assert [of(*pair) for pair in odd] == ["15"] * len(odd)
+        assert torch.compile(of, backend="eager")(a, b) == "15"  # it may begin anywhere
+        agree(matmul, (a, b), "16")
+    for dtype in FLOATING[:2]:
+        assert of(torch.ones(8, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)) == "14"
+
+
 def test_the_rule_of_the_qkv():
     for dtype in FLOATING:
         x = meta(1, 2, 3, 4, dtype=dtype)
@@ -233,7 +257,8 @@ def test_products(dtype, device):
     expected = "14" if dtype not in HALF else "15"
     for m, n, k in itertools.product((0, 1, 33), repeat=3):
         a, b = matmul.make({"M": m, "N": n, "K": k}, dtype, device)
-        agree(matmul, (a, b), expected)
+        boxes = dtype in HALF and matmul.is_hopper(a.device) and n % 8 == k % 8 == 0
+        agree(matmul, (a, b), "16" if boxes else expected)
     for given in ((a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT), (a[:1].expand(33, -1), b[:, :1].expand(-1, 9))):
         agree(matmul, given, expected)
     if dtype is torch.float32:

@@ -124,8 +124,8 @@ def test_a_global_count_that_differs_is_a_failure(cases, name):
 
 
 @pytest.mark.parametrize("name", nsight.EXACT)
-def test_blocks_that_wait_may_look_more_often_but_not_less(cases, name):
-    for change, failures in ((5, 0), (-1, 1)):
+def test_blocks_that_wait_may_look_more_or_less_often_but_store_no_less(cases, name):
+    for change, failures in ((5, 0), (-1, int(name not in nsight.LOADS))):
         counts = [dict(case.counts) for case in cases]
         counts[1][name] += change
         rows = nsight.compare([replace(case, waits=True) for case in cases], nsight.parse(answer(*counts)))

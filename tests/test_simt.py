@@ -340,6 +340,8 @@ def expected(name: str, x: np.ndarray) -> np.ndarray:
             return np.full(n, np.sum(x > 0) + 10000 * np.any(x > 2) + 100000 * np.all(x > -9))
         case "early":
             return np.where(i % 2 == 1, -1, x[(i + 2) % n])
+        case "beside_a_library":
+            return np.full(n, 7)
         case "histogram":
             return np.bincount(np.trunc(x).astype(int) & 15, minlength=16)[i & 15]
         case "reversed":

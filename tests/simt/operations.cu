@@ -62,6 +62,18 @@ __global__ void early(In x, Out y) {  // half the threads leave; the barrier wai
   y(i) = tile[(i + 2) % int(blockDim.x)];
 }
 
+inline float& state_of_a_library() {  // thread-local, but no shared memory of a block
+  static thread_local float state = 7;
+  return state;
+}
+
+__global__ void beside_a_library(In, Out y) {
+  __shared__ float tile[1024];
+  tile[threadIdx.x] = state_of_a_library();
+  __syncthreads();
+  y(threadIdx.x) = tile[blockDim.x - 1 - threadIdx.x];
+}
+
 __global__ void histogram(In x, Out y) {
   __shared__ int bins[16];
   if (threadIdx.x < 16) bins[threadIdx.x] = 0;
@@ -226,6 +238,7 @@ void run(const std::string& name, Input<1> x_any, Output<1> y_any, int64_t threa
   KERNEL(block_sum);
   KERNEL(counting);
   KERNEL(early);
+  KERNEL(beside_a_library);
   KERNEL(histogram);
   KERNEL(wide_copy);
   KERNEL(transpose_conflicts);
