@@ -189,7 +189,18 @@ def test_a_family_of_its_own_in_a_chapter_has_its_own_table():
     assert not first.records and second.records
     text = chapter.text(second)
     assert text.startswith("Chapter 4, ssm_adaptive_unitary, on one A Card") and "48 adaptive_unitary" in text
-    assert "Forward and backward together" in text
+    assert "Forward and backward together" in text and "the same not compiled (eager) 27 ms" in text
+
+
+def test_an_incumbent_that_is_not_compiled_has_no_column_of_its_eager_self():
+    (own,) = chapter.parts("6", [])
+    sizes = dict(zip(own.stages[0].family.SIZES, own.sizes[-1], strict=True))
+    row = record("61_lstm_persistent", 1, both_ms=9.0, incumbent_both_ms=18.0, sizes=sizes)
+    row |= {"peak_bytes": 1 << 20, "incumbent_peak_bytes": 1 << 30}
+    (shown,) = chapter.parts("6", [{**MACHINE, "records": [row]}])
+    heading, lines, notes = chapter.backward(shown)
+    assert len(heading) == len(lines[0]) == 8 and "% of eager" not in heading and "eager" not in notes
+    assert lines[0][-3:] == ["9", "200", "1"] and "takes 18 ms and 1,024 MiB." in notes
 
 
 def test_the_plot_is_the_same_on_every_run_and_names_its_card():

@@ -187,27 +187,29 @@ def backward(chapter: Chapter) -> tuple[list[str], list[list[str]], str] | None:
     rows = [row for row in chapter.rows if any(r and "both_ms" in r for r in row.records)]
     if not rows:
         return None
+    eager = any(r and "eager_both_ms" in r for row in rows for r in row.records)  # what is compiled, also was not
+    columns = {"incumbent": f"% of {chapter.library}"} | ({"eager": "% of eager"} if eager else {})
     header = ["stage", "dtype"]
     for size in chapter.sizes:
-        header += [f"{size_name(size)}, ms", f"% of {chapter.library}", "% of eager", "MiB"]
+        header += [f"{size_name(size)}, ms", *columns.values(), "MiB"]
     lines, notes = [], ["Forward and backward together; MiB: memory taken at most, beside the inputs."]
     for row in rows:
         line = [short_name(row.stage), row.dtype]
         for r in row.records:
-            line += _both(r) if r and "both_ms" in r else [MISSING] * 4
+            line += _both(r, columns) if r and "both_ms" in r else [MISSING] * (len(columns) + 2)
         lines.append(line)
     for size, r in zip(chapter.sizes, rows[-1].records, strict=True):
         if r and "both_ms" in r:
-            notes.append(
-                f"At {size_name(size)} {rows[-1].dtype} `{chapter.stages[0].family.INCUMBENT}` takes "
-                f"{r['incumbent_both_ms']:,.4g} ms and {r['incumbent_peak_bytes'] / 2**20:,.0f} MiB, the same not "
-                f"compiled (eager) {r['eager_both_ms']:,.4g} ms and {r['eager_peak_bytes'] / 2**20:,.0f} MiB."
-            )
+            words = [f"At {size_name(size)} {rows[-1].dtype} `{chapter.stages[0].family.INCUMBENT}` takes"]
+            for name in columns:
+                words += ["the same not compiled (eager)"] if name == "eager" else []
+                words.append(f"{r[f'{name}_both_ms']:,.4g} ms and {r[f'{name}_peak_bytes'] / 2**20:,.0f} MiB")
+            notes.append(" ".join(words).replace("MiB the same", "MiB, the same") + ".")
     return header, lines, " ".join(notes)
 
 
-def _both(record: Mapping[str, Any]) -> list[str]:
-    percent = (100 * record[f"{name}_both_ms"] / record["both_ms"] for name in ("incumbent", "eager"))
+def _both(record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    percent = (100 * record[f"{name}_both_ms"] / record["both_ms"] for name in names)
     return [f"{record['both_ms']:,.4g}", *map(_percent, percent), f"{record['peak_bytes'] / 2**20:,.0f}"]
 
 
