@@ -554,7 +554,7 @@ void load_box(void* to, const TensorMap& map, int64_t along, int64_t across, voi
     const Busy busy(worker);
     Load load{chunks_of(map, along, across, reinterpret_cast<const void*>(in_block(worker, to, rank))), &barrier, there,
               map.box_height * 128};
-    if (worker.xray) xray_load(worker, load.chunks, first, caller);
+    if (worker.xray) xray_load(worker, load.chunks, first ? map.data : nullptr, caller);
     worker.hopper->loads.push_back(std::move(load));
   }
 }
@@ -569,7 +569,7 @@ void store_box(const TensorMap& map, int64_t along, int64_t across, const void* 
   Stores& stores = hopper.stores[size_t(current(worker))];
   Store store{chunks_of(map, along, across, from), stores.groups};
   std::erase_if(store.chunks, [](const Chunk& chunk) { return !chunk.bytes; });
-  if (worker.xray) xray_store(worker, store.chunks, &stores, __builtin_return_address(0));
+  if (worker.xray) xray_store(worker, store.chunks, map.data, &stores, __builtin_return_address(0));
   stores.waiting.push_back(std::move(store));
 }
 

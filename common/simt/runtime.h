@@ -268,9 +268,11 @@ struct Chunk {  // 16 bytes of shared memory, and of global memory as many as th
   uintptr_t shared, global;
   int bytes;
 };
-void xray_load(Worker& worker, const std::vector<Chunk>& chunks, bool reads, const void* caller);  // begins
+// These two begin; `matrix`, the first of its bytes, is none where a box that goes to several blocks has been read.
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* matrix, const void* caller);
+void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* matrix, const void* agent,
+                const void* caller);
 void xray_landed(Worker& worker, const std::vector<Chunk>& chunks, const void* barrier, Knowledge& to);
-void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);  // begins
 void xray_product(Worker& worker, const std::vector<Chunk>& chunks, const void* agent, const void* caller);
 void xray_read_over(Worker& worker, const std::vector<Chunk>& chunks, const void* agent);
 

@@ -1107,9 +1107,11 @@ void begin_read(XrayWorker& x, uint32_t key, int thread, uintptr_t address, int 
   note_use(x, {reader, NOT_OVER, key, thread, address, address + 16});
 }
 
-// Counts the sectors of a box, row by row, and finds what is outside of its tensor.
-void count_box(XrayWorker& x, uint32_t key, int thread, const std::vector<Chunk>& chunks) {
-  bool first = true;
+// Counts the request for a box of a matrix, also for one past its edges, and the sectors, row by row, and finds what is
+// outside of its tensor.
+void count_box(XrayWorker& x, uint32_t key, int thread, const std::vector<Chunk>& chunks, const void* matrix) {
+  Target* const whole = find_target(x, uintptr_t(matrix));
+  if (whole && whole->kind == Target::tensor) ++site_for(x, key, whole).count->requests;
   for (size_t i = 0; i < chunks.size();) {
     const uintptr_t low = chunks[i].global;
     if (!low) {
@@ -1127,7 +1129,6 @@ void count_box(XrayWorker& x, uint32_t key, int thread, const std::vector<Chunk>
       continue;
     }
     Count& count = *site_for(x, key, target).count;
-    count.requests += first, first = false;
     count.lanes += lanes;
     count.sectors += ((high - 1) >> 5) - (low >> 5) + 1;
   }
@@ -1171,12 +1172,12 @@ void xray_use_barrier(Worker& worker, const void* barrier, bool by_copies, const
   worker.busy.store(false, std::memory_order_relaxed);
 }
 
-void xray_load(Worker& worker, const std::vector<Chunk>& chunks, bool reads, const void* caller) {
+void xray_load(Worker& worker, const std::vector<Chunk>& chunks, const void* matrix, const void* caller) {
   XrayWorker& x = *worker.xray;
   const int lane = worker.lane, thread = worker.warp * 32 + lane;
   const uint32_t key = key_of(caller, Op::bulk_load);
   const uint64_t block = worker.block + 1;
-  if (reads) count_box(x, key, thread, chunks);
+  if (matrix) count_box(x, key, thread, chunks, matrix);
   for (const Chunk& chunk : chunks) {
     const Cells cells = cells_of(x, key, thread, chunk.shared);
     if (!cells.target) continue;
@@ -1205,11 +1206,12 @@ void xray_landed(Worker& worker, const std::vector<Chunk>& chunks, const void* b
   xray_agent_done(worker, barrier, to);
 }
 
-void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* who, const void* caller) {
+void xray_store(Worker& worker, const std::vector<Chunk>& chunks, const void* matrix, const void* who,
+                const void* caller) {
   XrayWorker& x = *worker.xray;
   const int lane = worker.lane, thread = worker.warp * 32 + lane, reader = agent(x, who);
   const uint32_t key = key_of(caller, Op::bulk_store);
-  count_box(x, key, thread, chunks);
+  count_box(x, key, thread, chunks, matrix);
   for (const Chunk& chunk : chunks) {
     begin_read(x, key, thread, chunk.shared, reader);
     Target* const target = find_target(x, chunk.global);
