@@ -117,8 +117,14 @@ class TestMatmulHopper(MatmulCases):
         assert (counts.bulk_load_requests, counts.bulk_store_requests) == (loads, stores)
         assert (counts.products, counts.bulk_store_sectors) == (products, store_sectors)
         # What is brought to both blocks of a cluster is counted at each by the card, once for both by the x-ray.
-        if self_sectors:
+        if self_sectors is not None:
             assert counts.bulk_load_sectors == self_sectors + multicast_sectors // 2
+
+    def test_boxes_past_the_edges_are_requests_too(self):
+        """Of both blocks: a box of A and two of B, and four boxes of C for each consumer."""
+        counts = self.stage.xray(*self.arguments((1, 8, 8))).counts()
+        assert (counts.bulk_load_requests, counts.bulk_store_requests) == (2 * 3, 2 * 8)
+        assert (counts.bulk_load_sectors, counts.bulk_store_sectors) == (1 + 8, 1)
 
     def test_expanded_inputs(self):
         a, b = self.arguments(self.odd)

@@ -1000,7 +1000,8 @@ void xray_end_launch() {
                         state.warp_syncs, launch.dynamic_shared, static_shared});
   for (const auto& [name, count] : state.counts) {
     const auto [key, kind, target] = name;
-    if (kind == Target::ignored || !count.lanes) continue;
+    const bool is_box = op_of(key) == Op::bulk_load || op_of(key) == Op::bulk_store;  // perhaps past the edges
+    if (kind == Target::ignored || (!count.lanes && !is_box)) continue;
     const bool is_shared = kind == Target::shared;
     r.sites.push_back({index, pc_of(key), op_of(key), is_shared ? Space::shared : Space::global,
                        is_shared ? -1 : target,
