@@ -169,8 +169,8 @@ TENSOR_MEMORY = 144 << 10  # bytes of shared memory of a block of stage 15
 def choose(a: Tensor, b: Tensor, *, tf32: bool = False) -> Choice:
     """Tensor cores where they take the type; on a Hopper its own instructions where rows are aligned for them.
 
-    That is on an H100 22 times as fast in bfloat16, and twice as fast in TF32, as without tensor cores. Stage 16 is 1.1
-    to 1.7 times as fast as stage 15 on an H200, at all shapes tried but 65536 x 64 x 64 (0.84).
+    How much faster each is, the chapter's table in the README tells. Stage 16 is slower than stage 15 only where N is much
+    smaller than its tiles of 256 columns and M is large.
     """
     check(a, b, tf32)
     if tf32:
