@@ -169,8 +169,8 @@ TENSOR_MEMORY = 144 << 10  # bytes of shared memory of a block of stage 15
 def choose(a: Tensor, b: Tensor, *, tf32: bool = False) -> Choice:
     """Tensor cores where they take the type; on a Hopper its own instructions where rows are aligned for them.
 
-    How much faster each is, the chapter's table in the README tells. Stage 16 is slower than stage 15 only where N is much
-    smaller than its tiles of 256 columns and M is large.
+    How much faster each is, the chapter's table in the README tells. Of what was tried stage 16 is slower than stage 15
+    only where N is much smaller than its tiles of 256 columns and M is large.
     """
     check(a, b, tf32)
     if tf32:
